@@ -1,0 +1,75 @@
+"""One exception tree for every wheel.
+
+DockyardError
++- UserError             the user's mistake: one clear line, exit code 2
+|  +- ConfigError        a configuration value or combination is refused
+|  +- DataError          a dataset row is refused (file, line, field)
++- SandboxError          the sandbox could not give a verdict
+|  +- SandboxTimeout     the deadline passed without an answer
+|  +- SandboxUnavailable the server cannot be reached or refuses work
++- GeneratorError        the inference engine failed
+|  +- EngineDead         the engine's process is gone
++- RefitError            an engine does not hold the promised policy version
+|  +- RefitTimeout       a refit passed its deadline; names the late rank
+|  +- WeightMismatch     a tensor is unknown, missing, misshapen or corrupt
++- LedgerViolation       admitted = trained + dropped + alive does not hold (a fault of ours)
+"""
+
+from __future__ import annotations
+
+
+class DockyardError(Exception):
+    """Base of every error that Dockyard raises on purpose."""
+
+
+class UserError(DockyardError):
+    """The user's mistake. The message has the rule, the value and the way out, on one line."""
+
+
+class ConfigError(UserError):
+    """A configuration key, value or combination is refused."""
+
+
+class DataError(UserError):
+    """A dataset row is refused; the message starts with ``file:line: field``."""
+
+
+class SandboxError(DockyardError):
+    """The sandbox could not give a verdict. Never becomes a reward."""
+
+
+class SandboxTimeout(SandboxError):
+    """The deadline passed without a verdict."""
+
+
+class SandboxUnavailable(SandboxError):
+    """The sandbox server cannot be reached, or refuses work for now."""
+
+
+class GeneratorError(DockyardError):
+    """The inference engine failed to generate or to score."""
+
+
+class EngineDead(GeneratorError):
+    """The engine's process is gone; nothing can be asked of it until it is restarted."""
+
+
+class RefitError(DockyardError):
+    """An engine does not hold the promised policy version."""
+
+    def __init__(self, message: str, *, wanted_version: int, held_version: int | None = None) -> None:
+        super().__init__(f"{message} (wanted policy version {wanted_version}, holds {held_version})")
+        self.wanted_version = wanted_version
+        self.held_version = held_version
+
+
+class RefitTimeout(RefitError):
+    """A refit passed its deadline; the message names the rank that is late."""
+
+
+class WeightMismatch(RefitError):
+    """A tensor is unknown, missing, misshapen, of another dtype, or its bytes are corrupt."""
+
+
+class LedgerViolation(DockyardError):
+    """The conservation law of the ledger is broken; the message names the ids."""
