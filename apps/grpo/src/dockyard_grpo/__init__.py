@@ -1,0 +1,3 @@
+"""Asynchronous GRPO on Ray: three fleets, one pipeline, a thin app."""
+
+__all__: list[str] = []

@@ -1,0 +1,25 @@
+"""PyTorch policy: exact GRPO steps on Hugging Face causal language models (Qwen2, Qwen3, Llama).
+
+Importing this package is light; torch loads with the first public name that needs it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from dockyard_trainer_torch.config import TorchPolicyConfig
+
+if TYPE_CHECKING:
+    from dockyard_trainer_torch.policy import TorchPolicy
+    from dockyard_trainer_torch.weights import export_hf, weight_manifest
+
+_LAZY = {"TorchPolicy": "policy", "export_hf": "weights", "weight_manifest": "weights"}
+
+__all__ = ["TorchPolicy", "TorchPolicyConfig", "export_hf", "weight_manifest"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

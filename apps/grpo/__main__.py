@@ -1,0 +1,7 @@
+"""`uv run apps/grpo`."""
+
+import sys
+
+from dockyard_grpo.cli import main
+
+sys.exit(main())

@@ -1,0 +1,119 @@
+"""One engine of the inference fleet, with the agents whose prompts it serves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from dockyard_core import Generator, GroupId, RolloutGroup, SamplingParams, Task
+from dockyard_core.agent import PatchAgent
+from dockyard_core.prompt import build_prompt
+from dockyard_core.refit import RefitEndpoint, RefitReport, RefitUpdate
+from dockyard_grpo import compose
+from dockyard_grpo.config import Config
+from dockyard_grpo.rollout_worker import RolloutWorker, SandboxFleet
+from dockyard_grpo.summary import GroupSummary, summarize
+from dockyard_grpo.tokenizer import HuggingFaceTokenizer
+
+
+class InferenceWorker:
+    """Engine, tokenizer, agents and sandbox clients of one replica."""
+
+    def __init__(
+        self,
+        config: Config,
+        train: Sequence[Task],
+        validation: Sequence[Task],
+        *,
+        engine_index: int,
+        sandbox_urls: Sequence[str],
+        attempt: str,
+    ) -> None:
+        self._config = config
+        self._tasks = {"train": tuple(train), "validation": tuple(validation)}
+        self._engine_index = engine_index
+        self._attempt = attempt
+        self._sandbox_urls = tuple(sandbox_urls)
+        self._tokenizer = HuggingFaceTokenizer(compose.model_path(config))
+        self._generator: Generator | None = None
+        self._workers: dict[str, RolloutWorker] = {}
+
+    async def start(self) -> int:
+        """Start the engine; returns the number of its worker ranks in a refit."""
+        generator = await compose.start_generator(self._config, engine_index=self._engine_index)
+        sandbox = SandboxFleet([compose.build_sandbox_client(self._config, url) for url in self._sandbox_urls])
+        temperatures = {
+            "train": self._config.generation.temperature,
+            "validation": self._config.evaluation.temperature,
+        }
+        for split, temperature in temperatures.items():
+            self._workers[split] = RolloutWorker(
+                agent=self._build_agent(temperature),
+                generator=generator,
+                sandbox=sandbox,
+                reward=self._config.reward,
+                max_new_tokens=self._config.generation.max_new_tokens,
+                timeout_s=self._config.grpo.rollout_timeout_s,
+            )
+        self._generator = generator
+        return self._config.generation.tensor_parallel_size
+
+    async def run_group(
+        self, split: str, index: int, group_id: GroupId, num_rollouts: int
+    ) -> tuple[GroupSummary, RolloutGroup]:
+        """Run a group; the summary goes to the driver, the tokens stay in the object store."""
+        group = await self._workers[split].run_group(
+            self._tasks[split][index], group_id, num_rollouts, f"{self._attempt}/{split}"
+        )
+        return summarize(group), group
+
+    async def probes(self, count: int, num_tokens: int) -> tuple[tuple[int, ...], ...]:
+        """Given token sequences for the same-version probe: the heads of the first prompts."""
+        probes = []
+        for index in range(count):
+            task = self._tasks["train"][index % len(self._tasks["train"])]
+            prompt = build_prompt(task, template=self._config.data.prompt_template, tokenizer=self._tokenizer)
+            tokens = self._tokenizer.encode(prompt + (task.gold_patch or "")) or [self._tokenizer.eos_token_id]
+            start = (index // len(self._tasks["train"])) * num_tokens
+            window = (tokens * (1 + (start + num_tokens) // len(tokens)))[start : start + num_tokens]
+            probes.append(tuple(window))
+        return tuple(probes)
+
+    async def connect_refit(self, endpoint: RefitEndpoint) -> None:
+        """Join the sender's group."""
+        await self._engine.connect_refit(endpoint)
+
+    async def refit(self, update: RefitUpdate) -> RefitReport:
+        """Take new weights in flight."""
+        return await self._engine.refit(update)
+
+    async def score(self, probes: Sequence[Sequence[int]]) -> tuple[tuple[float, ...], ...]:
+        """Logprobs at temperature 1 of tokens 1.. of each probe."""
+        return tuple(await asyncio.gather(*(self._engine.score(probe) for probe in probes)))
+
+    async def version(self) -> int:
+        """The version that samples the next token."""
+        return self._engine.version
+
+    async def stop(self) -> None:
+        """End the engine and its processes."""
+        if self._generator is not None:
+            await compose.stop_generator(self._generator)
+
+    @property
+    def _engine(self) -> Generator:
+        assert self._generator is not None, "start() comes first"
+        return self._generator
+
+    def _build_agent(self, temperature: float) -> PatchAgent:
+        sampling = SamplingParams(
+            temperature=temperature,
+            max_new_tokens=self._config.generation.max_new_tokens,
+            stop_token_ids=(self._tokenizer.eos_token_id,),
+        )
+        return PatchAgent(
+            self._tokenizer,
+            sampling=sampling,
+            prompt_template=self._config.data.prompt_template,
+            max_prompt_tokens=self._config.max_prompt_tokens,
+        )

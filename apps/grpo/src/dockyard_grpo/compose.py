@@ -1,0 +1,153 @@
+"""The only file of the app that names concrete classes of the wheels.
+
+Heavy packages are imported inside the functions: an actor pays for what it builds, no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol
+
+from dockyard_core import ConfigError, Generator, Policy, Sandbox, WeightChunk, WeightSink
+from dockyard_core.refit import RefitEndpoint, RefitUpdate, TensorSpec
+from dockyard_grpo.config import Config
+
+_BUNDLED = "quickstart:"
+
+
+class Sender(Protocol):
+    """The trainer's side of a refit transport."""
+
+    @property
+    def endpoint(self) -> RefitEndpoint:
+        """Where engines join."""
+        ...
+
+    def connect(self) -> None:
+        """Wait until every engine worker has joined."""
+        ...
+
+    def send(self, stream_weights: Callable[[WeightSink], None], update: RefitUpdate) -> Any:
+        """Send one version."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group."""
+        ...
+
+
+class SandboxServer(Protocol):
+    """A sandbox server process that this run owns."""
+
+    url: str
+
+    def stop(self) -> None:
+        """End it and everything it started."""
+        ...
+
+
+def model_path(config: Config) -> str:
+    """policy.model, with ``quickstart:policy`` resolved to the bundled policy."""
+    assert config.policy.model is not None, "validated"
+    return str(_resolve(config.policy.model, "policy.model"))
+
+
+def data_path(value: str) -> Path:
+    """data.train or data.validation, with ``quickstart:FILE`` resolved to the bundled file."""
+    return Path(_resolve(value, "data"))
+
+
+def build_policy(config: Config) -> Policy:
+    """The trainable policy of `policy.backend`."""
+    from dockyard_trainer_torch import TorchPolicy, TorchPolicyConfig
+
+    section = config.policy
+    return TorchPolicy.from_pretrained(
+        model_path(config),
+        TorchPolicyConfig(
+            learning_rate=section.learning_rate,
+            betas=section.betas,
+            eps=section.eps,
+            weight_decay=section.weight_decay,
+            warmup_steps=min(section.warmup_steps, config.run.max_steps),
+            schedule=section.schedule,
+            total_steps=config.run.max_steps,
+            min_lr_ratio=section.min_lr_ratio,
+            max_grad_norm=section.max_grad_norm,
+            dtype=section.dtype,
+            loss=config.loss,
+            logprob_chunk_tokens=section.logprob_chunk_tokens,
+            num_threads=section.num_threads,
+            seed=config.run.seed,
+            device=_torch_device(),
+        ),
+    )
+
+
+def weight_manifest(policy: Policy) -> tuple[TensorSpec, ...]:
+    """Names, dtypes and shapes of what the policy streams."""
+    from dockyard_trainer_torch import TorchPolicy, weight_manifest
+
+    assert isinstance(policy, TorchPolicy)
+    return weight_manifest(policy)
+
+
+def export_hf(policy: Policy, directory: Path) -> None:
+    """Hugging Face safetensors, config and tokenizer."""
+    from dockyard_trainer_torch import TorchPolicy, export_hf
+
+    assert isinstance(policy, TorchPolicy)
+    export_hf(policy, directory)
+
+
+def build_sender(config: Config, num_engine_ranks: int) -> Sender:
+    """The sending side of the collective transport, rank 0 of its group."""
+    from dockyard_inference.sender import CollectiveSender
+
+    return CollectiveSender(num_engine_ranks=num_engine_ranks, device=_torch_device(), timeout_s=config.refit.timeout_s)
+
+
+def null_sink(chunk: WeightChunk) -> None:
+    """Ranks other than 0 gather with the others and send nothing."""
+
+
+async def start_generator(config: Config, *, engine_index: int) -> Generator:
+    """Start the engine of `generation.backend` in this process."""
+    raise NotImplementedError
+
+
+async def stop_generator(generator: Generator) -> None:
+    """End an engine and its processes."""
+    raise NotImplementedError
+
+
+def build_sandbox_client(config: Config, url: str) -> Sandbox:
+    """HTTP client of one server."""
+    from dockyard_sandbox import SandboxClient
+
+    token = config.sandbox.token_file.read_text().strip() if config.sandbox.token_file else None
+    return SandboxClient(url, token=token, timeout_s=config.sandbox.timeout_s)
+
+
+def start_sandbox_server(config: Config, root: Path) -> SandboxServer:
+    """A `dockyard-sandbox serve` process on a free port of this node."""
+    from dockyard_sandbox import start_server
+
+    return start_server(root, workers=config.sandbox.num_workers, min_isolation=config.sandbox.min_isolation)
+
+
+def _resolve(value: str, key: str) -> str | Path:
+    if not value.startswith(_BUNDLED):
+        return value
+    path = Path(str(resources.files("dockyard_grpo").joinpath("quickstart", value.removeprefix(_BUNDLED))))
+    if not path.exists():
+        raise ConfigError(f"{key} names no bundled file: {value!r}; bundled are quickstart:policy and the task files")
+    return path
+
+
+def _torch_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

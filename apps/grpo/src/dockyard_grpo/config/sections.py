@@ -1,0 +1,168 @@
+"""The sections of a run's configuration: closed, frozen, every field with its unit and default.
+
+Defaults suit a real model; the quickstart's own values are in `quickstart.yaml`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Ge(1)]
+Seconds = Annotated[float, Gt(0)]
+
+
+class Section(BaseModel):
+    """A closed, immutable part of the configuration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PolicySection(Section):
+    """The model that is trained, and its optimizer."""
+
+    model: str | None = Field(None, description="Directory or hub id of a Hugging Face causal LM.")
+    backend: Literal["torch"] = Field("torch", description="Trainer backend.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Parameter dtype.")
+    learning_rate: Annotated[float, Ge(0)] = Field(1e-6, description="Peak learning rate of AdamW.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's exponential decays.")
+    eps: Annotated[float, Gt(0)] = Field(1e-8, description="AdamW's epsilon.")
+    weight_decay: Annotated[float, Ge(0)] = Field(0.0, description="AdamW's decoupled weight decay.")
+    warmup_steps: Annotated[int, Ge(0)] = Field(3, description="Steps of linear warm-up.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Schedule after warm-up.")
+    min_lr_ratio: Annotated[float, Ge(0), Le(1)] = Field(0.0, description="Final learning rate / peak.")
+    max_grad_norm: Annotated[float, Gt(0)] = Field(1.0, description="Global gradient norm is clipped to this.")
+    micro_batch_tokens: Count = Field(4096, description="Upper bound of tokens in one forward-backward.")
+    row_length: Count | None = Field(None, description="Tokens per packed row; null = the longest sequence.")
+    logprob_chunk_tokens: Count = Field(1024, description="Trained positions per chunk of the logprob kernel.")
+    num_ranks: Literal[1] = Field(1, description="Trainer ranks.")
+    num_threads: Count | None = Field(None, description="CPU threads of a trainer rank; null = the fleet's share.")
+
+
+class GenerationSection(Section):
+    """The engines that sample rollouts. Nothing here may bias the importance ratio."""
+
+    backend: Literal["vllm", "transformers"] = Field("vllm", description="Inference engine.")
+    temperature: Annotated[float, Gt(0)] = Field(1.0, description="Sampling temperature of rollouts.")
+    max_new_tokens: Count = Field(1024, description="Sampled tokens per rollout; a longer one is truncated.")
+    max_model_len: Count = Field(4096, description="Prompt and completion together, tokens.")
+    max_num_seqs: Count = Field(256, description="Sequences an engine decodes at once.")
+    num_engines: Count = Field(1, description="Engine replicas.")
+    tensor_parallel_size: Count = Field(1, description="Devices per engine.")
+    kv_cache_gib: Annotated[float, Gt(0)] = Field(1.0, description="KV cache on a CPU, GiB.")
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = Field(0.85, description="Share of GPU memory.")
+    enforce_eager: bool = Field(True, description="No graph capture, no compilation: starts fastest.")
+    num_threads: Count | None = Field(None, description="CPU threads of an engine; null = the fleet's share.")
+    top_p: float = Field(1.0, description="Refused below 1: it biases the importance ratio.")
+    top_k: int = Field(-1, description="Refused unless -1: it biases the importance ratio.")
+    min_p: float = Field(0.0, description="Refused unless 0: it biases the importance ratio.")
+    repetition_penalty: float = Field(1.0, description="Refused unless 1: it biases the importance ratio.")
+
+    @model_validator(mode="after")
+    def _refuse_biased_sampling(self) -> GenerationSection:
+        neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+        for name, value in neutral.items():
+            if (given := getattr(self, name)) != value:
+                raise ValueError(
+                    f"generation.{name} must stay {value} in training, got {given}: the logprobs of a reshaped "
+                    "distribution bias the importance ratio; shape sampling with generation.temperature"
+                )
+        if self.max_new_tokens >= self.max_model_len:
+            raise ValueError(
+                f"generation.max_new_tokens must be < generation.max_model_len ({self.max_model_len}), "
+                f"got {self.max_new_tokens}; raise max_model_len"
+            )
+        return self
+
+
+class SandboxSection(Section):
+    """Where patches become verdicts."""
+
+    url: str | None = Field(None, description="A running server; null = the sandbox fleet starts one per node.")
+    token_file: Path | None = Field(None, description="File with the server's bearer token.")
+    num_workers: Count | None = Field(None, description="Verdicts at once per server; null = CPUs.")
+    min_isolation: Literal["namespaces", "bwrap", "landlock", "unsafe"] | None = Field(
+        None, description="Refuse weaker isolation; null = the strongest the probe finds."
+    )
+    timeout_s: Seconds = Field(300.0, description="Client deadline for one verdict, queueing included.")
+
+
+class GrpoSection(Section):
+    """Group sizes, staleness and advantages."""
+
+    num_prompts_per_step: Count = Field(16, description="Groups trained per optimizer step.")
+    num_generations_per_prompt: Annotated[int, Ge(2)] = Field(16, description="Rollouts per group.")
+    max_staleness: Annotated[int, Ge(0)] = Field(1, description="Versions a rollout may lag; 0 = synchronous.")
+    updates_per_batch: Literal[1] = Field(1, description="Optimizer updates per consumed batch.")
+    baseline: Literal["leave_one_out", "mean"] = Field("leave_one_out", description="Advantage baseline.")
+    scale: Literal["std", "none"] = Field("std", description="Advantage scale.")
+    rollout_timeout_s: Seconds = Field(600.0, description="Wall-clock deadline of a rollout; past it: invalid.")
+
+
+class DataSection(Section):
+    """Tasks and how they become prompts."""
+
+    train: str | None = Field(None, description="JSONL of SWE-bench-style rows.")
+    validation: str | None = Field(None, description="JSONL of held-out rows; null = no evaluation.")
+    prompt_template: Literal["auto", "numbered", "plain", "chat"] = Field("auto", description="Prompt renderer.")
+    max_prompt_tokens: Count | None = Field(None, description="null = max_model_len - max_new_tokens.")
+    limit: Count | None = Field(None, description="Use the first so many training rows.")
+
+
+class EvaluationSection(Section):
+    """Held-out evaluation; uses no slots."""
+
+    every_steps: Count | None = Field(None, description="Steps between evaluations; null = start and end only.")
+    num_tasks: Count = Field(64, description="Held-out tasks per evaluation.")
+    num_generations: Count = Field(1, description="Rollouts per held-out task.")
+    temperature: Annotated[float, Ge(0)] = Field(1.0, description="0 = greedy.")
+
+
+class ClusterSection(Section):
+    """What the fleets take from Ray."""
+
+    address: str | None = Field(None, description="Ray cluster to join; null = start one on this machine.")
+    trainer_cpus: Count = Field(1, description="CPUs per trainer rank.")
+    trainer_gpus: Annotated[int, Ge(0)] | None = Field(None, description="GPUs per rank; null = 1 if there are any.")
+    inference_cpus: Count = Field(1, description="CPUs per engine.")
+    inference_gpus: Annotated[int, Ge(0)] | None = Field(None, description="GPUs per engine; null = as above.")
+    num_sandboxes: Count = Field(1, description="Sandbox servers.")
+    sandbox_cpus: Count = Field(1, description="CPUs per sandbox server.")
+    object_store_mib: Count = Field(256, description="Shared memory of a Ray started here, MiB.")
+
+
+class CheckpointSection(Section):
+    """What is kept of a run."""
+
+    every_steps: Count | None = Field(None, description="Steps between checkpoints; null = at the end only.")
+    keep_last: Count = Field(2, description="Complete checkpoints that are kept.")
+
+
+class RefitSection(Section):
+    """How engines get new weights."""
+
+    bucket_mib: Count = Field(64, description="Upper bound of one broadcast, MiB.")
+    timeout_s: Seconds = Field(120.0, description="Deadline of one refit.")
+    num_probes: Annotated[int, Ge(8)] = Field(8, description="Prompts scored by both sides after a refit.")
+    probe_tokens: Annotated[int, Ge(32)] = Field(64, description="Tokens per probe.")
+    max_probe_abs_diff: Annotated[float, Gt(0)] | None = Field(
+        None, description="Mean logprob difference that fails a refit; null = 1e-3 in fp32, 0.3 in bf16."
+    )
+
+
+class LoggingSection(Section):
+    """What a person sees."""
+
+    console: Literal["auto", "bar", "plain"] = Field("auto", description="bar on a terminal, else plain lines.")
+
+
+class RunSection(Section):
+    """The run itself."""
+
+    name: str = Field("grpo", description="Used in the default run directory.")
+    dir: Path | None = Field(None, description="Run directory; null = runs/<name>-<timestamp>.")
+    seed: int = Field(0, description="Seeds the sampler, the engines and the trainer.")
+    max_steps: Count = Field(100, description="Optimizer steps.")

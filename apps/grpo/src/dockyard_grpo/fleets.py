@@ -1,0 +1,116 @@
+"""Starts the three fleets and the recorder, and ends them in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dockyard_core import ConfigError, Task
+from dockyard_core.refit import TensorSpec
+from dockyard_grpo.actors.inference import InferenceWorker
+from dockyard_grpo.actors.recorder import Recorder
+from dockyard_grpo.actors.sandbox import SandboxWorker
+from dockyard_grpo.actors.trainer import TrainerWorker
+from dockyard_grpo.cluster import Fleet, place, plan_fleets, spawn, spawn_beside_driver
+from dockyard_grpo.config import Config
+from dockyard_grpo.progress import Reporter
+from dockyard_grpo.run_directory import RunDirectory
+
+
+@dataclass
+class Fleets:
+    """Handles of every actor of the run."""
+
+    trainers: list[Any] = field(default_factory=list)
+    engines: dict[str, Any] = field(default_factory=dict)
+    sandboxes: list[Any] = field(default_factory=list)
+    recorder: Any = None
+    manifest: tuple[TensorSpec, ...] = ()
+
+    async def start(
+        self, config: Config, num_gpus: int, train: Sequence[Task], validation: Sequence[Task], reporter: Reporter
+    ) -> None:
+        """Place and start everything; returns when the engines have joined the refit group.
+
+        What was started before a failure is ended by `stop`.
+        """
+        trainer, inference, sandbox = plan_fleets(config, num_gpus)
+        urls = await self._start_sandboxes(config, sandbox)
+        reporter.say(f"fleets: {_describe(trainer)}, {_describe(inference)}, sandbox at {', '.join(urls)}")
+        trainer_group, inference_group = place(trainer), place(inference)
+        self.trainers = [
+            spawn(TrainerWorker, trainer, trainer_group, rank, config, rank, trainer.count)
+            for rank in range(trainer.count)
+        ]
+        attempt = config.run.name
+        self.engines = {
+            f"engine-{index}": spawn(
+                InferenceWorker,
+                inference,
+                inference_group,
+                index,
+                config,
+                train,
+                validation,
+                engine_index=index,
+                sandbox_urls=urls,
+                attempt=attempt,
+            )
+            for index in range(inference.count)
+        }
+        manifests, ranks = await asyncio.gather(
+            asyncio.gather(*(worker.manifest.remote() for worker in self.trainers)),
+            asyncio.gather(*(worker.start.remote() for worker in self.engines.values())),
+        )
+        self.manifest = manifests[0]
+        await self._connect_refit(ranks)
+
+    async def flush(self) -> None:
+        """Wait until every rollout handed to the recorder is on disk."""
+        await self.recorder.flush.remote()
+
+    async def stop(self) -> None:
+        """End engines, then servers; an actor that is gone already is no obstacle."""
+        from ray.exceptions import RayError
+
+        orderly = [worker.stop.remote() for worker in [*self.engines.values(), *self.sandboxes]]
+        orderly += [worker.close.remote() for worker in self.trainers]
+        for reference in orderly:
+            try:
+                await asyncio.wait_for(_as_coroutine(reference), timeout=30)
+            except (RayError, TimeoutError):
+                continue  # Ray ends the process with the cluster; there is nothing left to ask of it
+
+    def start_recorder(self, run: RunDirectory) -> None:
+        """Start the writer of rollouts.jsonl on the driver's node."""
+        self.recorder = spawn_beside_driver(Recorder, run.rollouts_path)
+
+    async def _start_sandboxes(self, config: Config, fleet: Fleet) -> list[str]:
+        if config.sandbox.url is not None:
+            return [config.sandbox.url]
+        group = place(fleet)
+        self.sandboxes = [spawn(SandboxWorker, fleet, group, index, config) for index in range(fleet.count)]
+        urls: list[str] = await asyncio.gather(*(worker.url.remote() for worker in self.sandboxes))
+        return urls
+
+    async def _connect_refit(self, ranks: Sequence[int]) -> None:
+        endpoints = await asyncio.gather(*(t.open_refit.remote(sum(ranks)) for t in self.trainers))
+        endpoint = endpoints[0]
+        if endpoint is None:
+            raise ConfigError("the trainer fleet has no rank 0; policy.num_ranks must be >= 1")
+        joins, offset = [], 1
+        for engine, count in zip(self.engines.values(), ranks, strict=True):
+            joins.append(engine.connect_refit.remote(replace(endpoint, rank_offset=offset)))
+            offset += count
+        await asyncio.gather(*joins, *(t.connect_refit.remote() for t in self.trainers))
+
+
+async def _as_coroutine(reference: Any) -> Any:
+    return await reference
+
+
+def _describe(fleet: Fleet) -> str:
+    device = f"{fleet.gpus} GPU" if fleet.gpus else f"{fleet.cpus} CPU"
+    return f"{fleet.role} {fleet.count} x {device} ({fleet.strategy})"

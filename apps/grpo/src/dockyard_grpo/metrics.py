@@ -1,0 +1,120 @@
+"""One row of metrics.jsonl per optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from dockyard_core import StepMetrics
+from dockyard_grpo.summary import GroupSummary, RolloutSummary
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Seconds of one step, seen from the driver."""
+
+    wait_s: float
+    """The trainer waited for finished groups."""
+    train_s: float
+    refit_s: float
+    step_s: float
+    """Since the end of the step before."""
+    wall_s: float
+    """Since the start of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What held-out tasks say, and the versions that answered."""
+
+    summaries: tuple[GroupSummary, ...]
+    version_min: int
+    version_max: int
+
+    @property
+    def fields(self) -> dict[str, float]:
+        """The val_* fields; invalid rollouts do not vote."""
+        rollouts = [r for summary in self.summaries for r in summary.rollouts if r.invalid_cause is None]
+        return {
+            "val_reward_mean": _mean([r.reward for r in rollouts]),
+            "val_resolved_rate": _mean([float(r.status == "resolved") for r in rollouts]),
+            "val_num_rollouts": len(rollouts),
+            "val_policy_version_min": self.version_min,
+            "val_policy_version_max": self.version_max,
+        }
+
+
+def step_row(
+    *,
+    step: int,
+    trained: StepMetrics,
+    groups: Sequence[GroupSummary],
+    staleness: Sequence[int],
+    dropped: dict[str, int],
+    probe: tuple[float, float],
+    times: StepTimes,
+) -> dict[str, Any]:
+    """Assemble a row.
+
+    Args:
+        step: optimizer step, from 1.
+        trained: what the trainer says.
+        groups: the step's groups.
+        staleness: of each group's oldest token at consumption.
+        dropped: cause -> rollouts dropped since the start of the run.
+        probe: mean and max |engine − trainer| logprob at the same version, after the step's refit.
+        times: seconds.
+    """
+    rollouts = [rollout for summary in groups for rollout in summary.rollouts]
+    valid = [rollout for rollout in rollouts if rollout.invalid_cause is None]
+    return {
+        "step": step,
+        "policy_version": trained.policy_version,
+        "reward_mean": _mean([r.reward for r in valid]),
+        "resolved_rate": _mean([float(r.status == "resolved") for r in valid]),
+        "apply_failed_rate": _mean([float(r.status == "apply_failed") for r in valid]),
+        "num_rollouts": len(valid),
+        "num_groups": len(groups),
+        "num_signal_groups": sum(_has_signal(summary) for summary in groups),
+        "num_valid_tokens": trained.num_valid_tokens,
+        "completion_tokens_mean": _mean([float(r.num_sampled_tokens) for r in valid]),
+        "loss": trained.loss,
+        "grad_norm": trained.grad_norm,
+        "learning_rate": trained.learning_rate,
+        "is_skipped": trained.is_skipped,
+        "entropy": trained.entropy,
+        "clip_fraction": trained.clip_fraction,
+        "kl_ref": trained.kl_ref,
+        "staleness_mean": _mean([float(value) for value in staleness]),
+        "staleness_max": max(staleness, default=0),
+        "refit_probe_abs_diff_mean": probe[0],
+        "refit_probe_abs_diff_max": probe[1],
+        "offpolicy_abs_diff_mean": trained.offpolicy_abs_diff_mean,
+        "offpolicy_abs_diff_max": trained.offpolicy_abs_diff_max,
+        "truncated_rate": _mean([float(r.finish_reason == "length") for r in rollouts]),
+        "verdict_cache_rate": _mean([float(r.is_cached) for r in rollouts]),
+        "dropped": dropped,
+        "time_generate_s": _mean([r.generate_s for r in rollouts]),
+        "time_judge_s": _mean([r.judge_s for r in rollouts]),
+        "time_train_s": times.train_s,
+        "time_refit_s": times.refit_s,
+        "time_wait_s": times.wait_s,
+        "step_s": times.step_s,
+        "wall_s": times.wall_s,
+        "tokens_per_s": sum(r.num_sampled_tokens for r in rollouts) / max(times.step_s, 1e-9),
+    }
+
+
+def _has_signal(summary: GroupSummary) -> bool:
+    rewards = [r.reward for r in summary.rollouts if _is_valid(r)]
+    return len(rewards) >= 2 and max(rewards) - min(rewards) > 1e-6
+
+
+def _is_valid(rollout: RolloutSummary) -> bool:
+    return rollout.invalid_cause is None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0

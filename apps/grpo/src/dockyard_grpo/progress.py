@@ -1,0 +1,111 @@
+"""Live progress: a bar with ETA on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TimeRemainingColumn as Remaining
+
+
+class Reporter(Protocol):
+    """Where a run tells a person what it does."""
+
+    def say(self, line: str) -> None:
+        """One line."""
+        ...
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """A finished step, as in metrics.jsonl."""
+        ...
+
+    def __enter__(self) -> Reporter: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+def make_reporter(console: str, max_steps: int) -> Reporter:
+    """`logging.console`: ``bar``, ``plain``, or ``auto`` (a bar on a terminal)."""
+    out = Console(highlight=False, soft_wrap=True)
+    use_bar = console == "bar" or (console == "auto" and out.is_terminal)
+    return BarReporter(out, max_steps) if use_bar else PlainReporter(out, max_steps)
+
+
+class PlainReporter:
+    """One line per step."""
+
+    def __init__(self, out: Console, max_steps: int) -> None:
+        self._out = out
+        self._max_steps = max_steps
+
+    def say(self, line: str) -> None:
+        """Print one line."""
+        self._out.print(line, markup=False)
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Print one step."""
+        left = (self._max_steps - row["step"]) * row["wall_s"] / max(row["step"], 1)
+        self.say(f"step {row['step']:>4}/{self._max_steps}  {_figures(row)}  eta {_clock(left)}")
+
+    def __enter__(self) -> PlainReporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        return None
+
+
+class BarReporter:
+    """A bar that stays, with the step's figures behind it."""
+
+    def __init__(self, out: Console, max_steps: int) -> None:
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            TextColumn("eta"),
+            Remaining(),
+            TextColumn("{task.fields[figures]}"),
+            console=out,
+        )
+        self._max_steps = max_steps
+        self._bar: TaskID | None = None
+
+    def say(self, line: str) -> None:
+        """Print one line above the bar."""
+        self._progress.console.print(line, markup=False)
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Advance the bar."""
+        if self._bar is None:
+            self._bar = self._progress.add_task("train", total=self._max_steps, figures="")
+        self._progress.update(self._bar, completed=row["step"], figures=_figures(row))
+
+    def __enter__(self) -> BarReporter:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
+def _figures(row: Mapping[str, Any]) -> str:
+    held_out = f"  held-out {row['val_resolved_rate']:.2f}" if "val_resolved_rate" in row else ""
+    return (
+        f"reward {row['reward_mean']:.2f}  resolved {row['resolved_rate']:.2f}  staleness {row['staleness_mean']:.1f}"
+        f"  {row['tokens_per_s']:,.0f} tokens/s  {row['step_s']:.1f} s{held_out}"
+    )
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"

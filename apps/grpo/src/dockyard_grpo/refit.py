@@ -1,0 +1,90 @@
+"""The driver's side of a refit: fence, send, attest, probe."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dockyard_core import RefitError
+from dockyard_core.loop import LoopMachine
+from dockyard_core.refit import RefitReport, RefitUpdate, elements_per_layer
+from dockyard_grpo.config import Config
+from dockyard_grpo.fleets import Fleets
+
+Logprobs = Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """|engine − trainer| logprobs of the given probe tokens at one policy version, nats."""
+
+    mean: float
+    max: float
+
+
+class RefitCoordinator:
+    """Brings every engine to the trainer's version, and proves it."""
+
+    def __init__(self, config: Config, fleets: Fleets) -> None:
+        self._config = config
+        self._fleets = fleets
+        self._probes: Sequence[Sequence[int]] = ()
+        self._elements = elements_per_layer(fleets.manifest)
+
+    async def prepare(self) -> ProbeResult:
+        """Choose the probe tokens and compare both sides at the version they started with."""
+        engine = next(iter(self._fleets.engines.values()))
+        refit = self._config.refit
+        num_tokens = min(refit.probe_tokens, self._config.generation.max_model_len - 1)
+        self._probes = await engine.probes.remote(refit.num_probes, num_tokens)
+        return await self.probe(0)
+
+    async def refit(self, machine: LoopMachine) -> None:
+        """One transaction over all late engines. Raises RefitError naming who does not hold the version."""
+        version = machine.policy_version
+        update = RefitUpdate(
+            policy_version=version,
+            manifest=self._fleets.manifest,
+            bucket_bytes=self._config.refit.bucket_mib << 20,
+            timeout_s=self._config.refit.timeout_s,
+        )
+        late = machine.begin_refit()
+        receiving = [self._fleets.engines[name].refit.remote(update) for name in late]
+        sending = [trainer.send_weights.remote(update) for trainer in self._fleets.trainers]
+        reports, _ = await asyncio.gather(asyncio.gather(*receiving), asyncio.gather(*sending))
+        for name, report in zip(late, reports, strict=True):
+            self._check_counts(name, report)
+            machine.attest(name, report.policy_version)
+        machine.end_refit()
+
+    async def probe(self, version: int) -> ProbeResult:
+        """Score the probes on both sides at ``version``; the trainer must not step meanwhile."""
+        trainer_side, *engine_sides = await asyncio.gather(
+            self._fleets.trainers[0].probe.remote(self._probes),
+            *(engine.score.remote(self._probes) for engine in self._fleets.engines.values()),
+        )
+        results = [compare_logprobs(trainer_side, side) for side in engine_sides]
+        worst = max(results, key=lambda result: result.mean)
+        if worst.mean > self._config.max_probe_abs_diff:
+            raise RefitError(
+                f"the probe differs by {worst.mean:.2e} nats on average, allowed {self._config.max_probe_abs_diff:.0e}",
+                wanted_version=version,
+            )
+        return ProbeResult(worst.mean, max(result.max for result in results))
+
+    def _check_counts(self, name: str, report: RefitReport) -> None:
+        if dict(report.elements_per_layer) != self._elements:
+            raise RefitError(
+                f"{name} loaded other element counts per layer than were sent", wanted_version=report.policy_version
+            )
+
+
+def compare_logprobs(trainer_side: Logprobs, engine_side: Logprobs) -> ProbeResult:
+    """Mean and max absolute difference over all probe tokens."""
+    differences = [
+        abs(mine - theirs)
+        for one, other in zip(trainer_side, engine_side, strict=True)
+        for mine, theirs in zip(one, other, strict=True)
+    ]
+    return ProbeResult(sum(differences) / len(differences), max(differences))

@@ -1,0 +1,103 @@
+"""Runs the rollouts of a group against an engine and the sandbox fleet, each within its deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from dockyard_core import (
+    Generator,
+    GeneratorError,
+    GroupId,
+    Rollout,
+    RolloutGroup,
+    Sandbox,
+    Segment,
+    Task,
+    Verdict,
+    VerdictStatus,
+)
+from dockyard_core.agent import Agent
+from dockyard_core.reward import RewardConfig, score_rollout
+
+
+class RolloutWorker:
+    """One agent, one engine, one front to the sandboxes."""
+
+    def __init__(
+        self,
+        *,
+        agent: Agent,
+        generator: Generator,
+        sandbox: Sandbox,
+        reward: RewardConfig,
+        max_new_tokens: int,
+        timeout_s: float,
+    ) -> None:
+        self._agent = agent
+        self._generator = generator
+        self._sandbox = sandbox
+        self._reward = reward
+        self._max_new_tokens = max_new_tokens
+        self._timeout_s = timeout_s
+
+    async def run_group(self, task: Task, group_id: GroupId, num_rollouts: int, attempt: str) -> RolloutGroup:
+        """Run ``num_rollouts`` rollouts of one task side by side.
+
+        Args:
+            task: the problem.
+            group_id: the group's identity.
+            num_rollouts: its size.
+            attempt: prefix of the rollout ids, unique in the life of the sandbox servers.
+        """
+        async with asyncio.TaskGroup() as running:
+            rollouts = [
+                running.create_task(self._run_rollout(task, f"{attempt}/{group_id}/{index}", str(group_id)))
+                for index in range(num_rollouts)
+            ]
+        return RolloutGroup(group_id=group_id, rollouts=tuple(rollout.result() for rollout in rollouts))
+
+    async def _run_rollout(self, task: Task, rollout_id: str, group_id: str) -> Rollout:
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                rollout = await self._agent.run(
+                    task, self._generator, self._sandbox, rollout_id=rollout_id, group_id=group_id
+                )
+        except TimeoutError:
+            return _unfinished(task, rollout_id, "deadline", time.monotonic() - started)
+        except GeneratorError as error:
+            return _unfinished(task, rollout_id, "infra_error", time.monotonic() - started, str(error))
+        return score_rollout(rollout, self._reward, max_new_tokens=self._max_new_tokens)
+
+
+class SandboxFleet:
+    """Several servers as one: a task always goes to the same one, whose verdict cache knows it."""
+
+    def __init__(self, sandboxes: Sequence[Sandbox]) -> None:
+        if not sandboxes:
+            raise ValueError("a run needs at least 1 sandbox server, got 0")
+        self._sandboxes = tuple(sandboxes)
+
+    async def judge(self, task: Task, patch: str, *, attempt_id: str) -> Verdict:
+        """See `dockyard_core.Sandbox.judge`."""
+        index = sum(task.instance_id.encode()) % len(self._sandboxes)
+        return await self._sandboxes[index].judge(task, patch, attempt_id=attempt_id)
+
+
+def _unfinished(task: Task, rollout_id: str, cause: str, seconds: float, detail: str = "") -> Rollout:
+    """An invalid rollout: it leaves baseline and loss, and is counted by its cause."""
+    return Rollout(
+        rollout_id=rollout_id,
+        task_id=task.instance_id,
+        segments=(Segment(token_ids=(), loss_mask=(), logprobs=()),),
+        prompt_text="",
+        completion_text="",
+        patch="",
+        verdict=Verdict(status=VerdictStatus.INFRA_ERROR, detail=detail or cause),
+        finish_reason="abort",
+        temperature=1.0,
+        invalid_cause=cause,
+        timings_s={"generate": seconds},
+    )

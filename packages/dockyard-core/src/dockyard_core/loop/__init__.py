@@ -1,0 +1,17 @@
+"""The loop's state machines, without IO and without a clock. Private to the app."""
+
+from dockyard_core.loop.buffer import ReplayBuffer
+from dockyard_core.loop.ledger import EventSink, Ledger, recount
+from dockyard_core.loop.machine import LoopConfig, LoopMachine, Member
+from dockyard_core.loop.refit_order import RefitOrder
+
+__all__ = [
+    "EventSink",
+    "Ledger",
+    "LoopConfig",
+    "LoopMachine",
+    "Member",
+    "RefitOrder",
+    "ReplayBuffer",
+    "recount",
+]

@@ -1,0 +1,68 @@
+"""The weight-staleness handshake: after a step the generators are stale until every one attests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dockyard_core.errors import RefitError
+
+
+class RefitOrder:
+    """Which version each engine holds, and whether all hold the trainer's."""
+
+    def __init__(self, engines: Iterable[str], *, policy_version: int = 0) -> None:
+        self._held: dict[str, int | None] = dict.fromkeys(engines, policy_version)
+        if not self._held:
+            raise ValueError("a run needs at least 1 engine, got 0")
+        self._wanted = policy_version
+        self._is_under_way = False
+
+    @property
+    def wanted_version(self) -> int:
+        """The version the engines must hold to be fresh."""
+        return self._wanted
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether every engine attested the wanted version and none is fenced."""
+        return not self._is_under_way and all(held == self._wanted for held in self._held.values())
+
+    @property
+    def late_engines(self) -> tuple[str, ...]:
+        """Engines that do not hold the wanted version."""
+        return tuple(engine for engine, held in self._held.items() if held != self._wanted)
+
+    def trained(self, policy_version: int) -> None:
+        """The trainer made a version: the engines are stale from now on."""
+        if policy_version != self._wanted + 1:
+            raise ValueError(f"versions grow by 1 per step: {policy_version} cannot follow {self._wanted}")
+        if self._is_under_way:
+            raise ValueError(f"version {policy_version} was made while the refit to {self._wanted} was under way")
+        self._wanted = policy_version
+
+    def begin(self) -> tuple[str, ...]:
+        """Fence the engines that are late and return them; they serve nothing until they attest."""
+        if self._is_under_way:
+            raise ValueError(f"a refit to version {self._wanted} is under way already")
+        self._is_under_way = True
+        late = self.late_engines
+        for engine in late:
+            self._held[engine] = None
+        return late
+
+    def attest(self, engine: str, policy_version: int) -> None:
+        """An engine committed a version. Raises RefitError unless it is the wanted one."""
+        if not self._is_under_way or self._held[engine] is not None:
+            raise ValueError(f"engine {engine} attests version {policy_version} outside a refit")
+        if policy_version != self._wanted:
+            raise RefitError(
+                f"engine {engine} attested another version than it was sent",
+                wanted_version=self._wanted,
+                held_version=policy_version,
+            )
+        self._held[engine] = policy_version
+
+    def end(self) -> bool:
+        """Close this try; returns ``is_fresh``. Late engines stay fenced for the next try."""
+        self._is_under_way = False
+        return self.is_fresh

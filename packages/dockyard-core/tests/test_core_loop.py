@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dockyard_core import GroupId, LedgerViolation, RefitError
+from dockyard_core.loop import Ledger, LoopConfig, LoopMachine, Member, RefitOrder, ReplayBuffer, recount
+
+
+def group(number: int) -> GroupId:
+    return GroupId(f"task-{number}", 0)
+
+
+def machine(*, prompts: int = 2, staleness: int = 1, max_steps: int | None = None, engines: int = 1):
+    events: list[dict] = []
+    config = LoopConfig(
+        num_prompts_per_step=prompts, num_generations_per_prompt=2, max_staleness=staleness, max_steps=max_steps
+    )
+    return LoopMachine(config, Ledger(events.append), [f"engine-{i}" for i in range(engines)]), events
+
+
+def valid(version: int) -> list[Member]:
+    return [Member(None, version), Member(None, version)]
+
+
+def refit(loop: LoopMachine) -> None:
+    for engine in loop.begin_refit():
+        loop.attest(engine, loop.policy_version)
+    assert loop.end_refit()
+
+
+def test_a_younger_version_waits_for_every_older_group() -> None:
+    buffer = ReplayBuffer()
+    for number, version in ((0, 0), (1, 0), (2, 1)):
+        buffer.admit(group(number), version)
+    buffer.finish(group(2))
+    buffer.finish(group(1))
+    assert buffer.peek(2) is None
+    assert buffer.peek(1) == (group(1),)
+    buffer.finish(group(0))
+    assert buffer.peek(3) == (group(1), group(0), group(2))
+
+
+def test_slots_are_freed_only_after_every_engine_attested() -> None:
+    loop, events = machine(engines=2)
+    for number in range(4):
+        loop.admit(group(number))
+    assert loop.num_admissible == 0
+    loop.finish(group(0), valid(0))
+    loop.finish(group(1), valid(0))
+    batch = loop.next_batch()
+    assert batch == (group(0), group(1))
+    assert loop.trained(batch) == 1
+    assert loop.num_admissible == 0
+    assert loop.begin_refit() == ("engine-0", "engine-1")
+    loop.attest("engine-1", 1)
+    assert not loop.end_refit()
+    assert loop.num_admissible == 0
+    assert loop.begin_refit() == ("engine-0",)
+    loop.attest("engine-0", 1)
+    assert loop.end_refit()
+    assert loop.num_admissible == 2
+    assert [event["event"] for event in events[-7:]] == [
+        "trained", "trained", "refit_begun", "attested", "refit_begun", "attested", "refit_committed",
+    ]  # fmt: skip
+
+
+def test_a_group_with_one_valid_member_is_dropped_and_replaced_at_once() -> None:
+    loop, events = machine(prompts=1, staleness=0, max_steps=1)
+    loop.admit(group(0))
+    assert loop.finish(group(0), [Member("infra_error", None), Member(None, 0)]) == "infra_error"
+    assert loop.num_admissible == 1
+    assert loop.ledger.dropped_rollouts == {"infra_error": 2}
+    loop.admit(group(1))
+    loop.finish(group(1), [Member(None, 0), Member(None, 0)])
+    loop.trained(loop.next_batch())
+    refit(loop)
+    assert loop.num_admissible == 0
+    assert recount(events) == {
+        "admitted": 2, "admitted_rollouts": 4, "trained": 1, "trained_rollouts": 2,
+        "dropped": 1, "dropped_rollouts": 2, "alive": 0, "alive_rollouts": 0,
+    }  # fmt: skip
+
+
+def test_a_skipped_step_frees_its_slots_and_keeps_the_version() -> None:
+    loop, _ = machine(prompts=1, staleness=0)
+    loop.admit(group(0))
+    loop.finish(group(0), valid(0))
+    loop.skipped(loop.next_batch())
+    assert loop.policy_version == 0
+    assert loop.ledger.dropped_groups == {"nonfinite": 1}
+    assert loop.num_admissible == 1
+
+
+def test_double_bookings_name_the_group() -> None:
+    ledger = Ledger(lambda event: None)
+    ledger.admit(group(0), num_rollouts=2, policy_version=0)
+    with pytest.raises(LedgerViolation, match="task-0#0"):
+        ledger.admit(group(0), num_rollouts=2, policy_version=0)
+    ledger.drop(group(0), "deadline")
+    with pytest.raises(LedgerViolation, match="task-0#0"):
+        ledger.train(group(0), policy_version=1, invalid={}, staleness=0)
+
+
+def test_a_lost_booking_stops_the_run_at_the_next_event() -> None:
+    ledger = Ledger(lambda event: None)
+    ledger.admit(group(0), num_rollouts=2, policy_version=0)
+    ledger._alive.pop(group(0))
+    with pytest.raises(LedgerViolation, match="admitted 1 groups"):
+        ledger.note("checkpoint")
+
+
+def test_an_engine_that_attests_another_version_is_refused() -> None:
+    order = RefitOrder(["a"])
+    order.trained(1)
+    order.begin()
+    with pytest.raises(RefitError, match="wanted policy version 1, holds 0"):
+        order.attest("a", 0)
+    with pytest.raises(ValueError, match="under way"):
+        order.trained(2)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    prompts=st.integers(1, 4),
+    staleness=st.integers(0, 3),
+    steps=st.integers(1, 6),
+    drop_rate=st.sampled_from([0.0, 0.2]),
+)
+@settings(max_examples=200, deadline=None)
+def test_any_schedule_ends_within_the_staleness_bound(seed, prompts, staleness, steps, drop_rate) -> None:
+    """Groups finish in a random order, each sampled by any version it lived through."""
+    rng = random.Random(seed)
+    loop, events = machine(prompts=prompts, staleness=staleness, max_steps=steps)
+    admitted, under_way, seen = 0, {}, []
+    while loop.policy_version < steps:
+        moves = ["admit"] * bool(loop.num_admissible) + ["finish"] * bool(under_way)
+        moves += ["train"] * bool(loop.next_batch() and loop.refit.is_fresh) + ["refit"] * (not loop.refit.is_fresh)
+        assert moves, "deadlock"
+        match rng.choice(moves):
+            case "admit":
+                under_way[group(admitted)] = loop.admit(group(admitted))
+                admitted += 1
+            case "finish":
+                chosen = rng.choice(sorted(under_way))
+                oldest = rng.randint(under_way.pop(chosen), loop.policy_version)
+                cause = "infra_error" if rng.random() < drop_rate else None
+                loop.finish(chosen, [Member(cause, oldest)] * 2)
+            case "train":
+                batch = loop.next_batch()
+                seen += [loop.staleness(one) for one in batch]
+                loop.trained(batch)
+            case "refit":
+                refit(loop)
+        assert len(under_way) <= loop.config.num_slots
+    assert max(seen) <= staleness
+    counts = recount(events)
+    assert counts["trained"] == steps * prompts
+    assert counts["admitted"] == counts["trained"] + counts["dropped"] + counts["alive"]
+    assert counts["alive"] == 0

@@ -1,0 +1,120 @@
+"""The launcher: receive jobs with their pipes, fork a supervisor for each, never block on one.
+
+consumes: one message per run on a unix socket: a memory file with the job, and four pipe ends
+waits for: nothing but the next message; closing the socket ends it and every run
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import marshal
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from . import namespaces, plain, seccomp
+from . import syscalls as sc
+from .process import Job, report
+
+FD_NAMES = ("job", "output", "records", "result", "control")
+
+
+def main(fd: int) -> None:
+    """Serve jobs from the socket ``fd`` until it closes."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the server ends us by closing the socket
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    seccomp.prepare()
+    gc.freeze()
+    with socket.socket(fileno=fd) as channel:
+        while True:
+            message, fds, _, _ = socket.recv_fds(channel, 16, len(FD_NAMES))
+            if not message:
+                return
+            if os.fork() == 0:
+                channel.close()
+                _supervise(dict(zip(FD_NAMES, fds, strict=True)))
+                os._exit(0)
+            for number in fds:
+                os.close(number)
+
+
+def _supervise(fds: dict[str, int]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    with open(fds["job"], "rb") as file:
+        job: Job = marshal.load(file)
+    report(fds["result"], _run(job, fds))
+
+
+def _run(job: Job, fds: dict[str, int]) -> dict[str, Any]:
+    began = time.monotonic()
+    status_read, fds["status"] = os.pipe()
+    namespaced = job["level"] == "namespaces"
+    try:
+        if namespaced:
+            namespaces.enter(job)
+        sc.prctl(sc.PR_SET_PDEATHSIG, signal.SIGKILL)
+        init = os.fork()
+    except OSError as error:
+        return {"end": "setup_failed", "error": f"namespaces: {error}"}
+    if init == 0:
+        _init(job, fds, namespaced)
+    for name in ("output", "records", "status"):
+        os.close(fds[name])
+    end = _wait(init, fds["control"], job["deadline_s"], signal.SIGKILL if namespaced else signal.SIGTERM)
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result: dict[str, Any] = {"end": end, "cpu_s": usage.ru_utime + usage.ru_stime, "max_rss_kb": usage.ru_maxrss}
+    for message in _messages(status_read):
+        result.update(message)
+    if "error" in result or (end == "exited" and "wait_status" not in result):
+        result["end"] = "setup_failed"
+        result.setdefault("error", "the init process died before the test process did")
+    finished = time.monotonic()
+    started = result.pop("started", finished)
+    return {**result, "start_s": started - began, "test_s": finished - started}
+
+
+def _init(job: Job, fds: dict[str, int], namespaced: bool) -> None:
+    try:
+        os.close(fds["result"])
+        os.close(fds["control"])
+        (namespaces if namespaced else plain).run_init(job, fds)
+    except OSError as error:
+        report(fds["status"], {"error": str(error)})
+    finally:
+        os._exit(0)
+
+
+def _wait(init: int, control: int, deadline_s: float, kill_signal: int) -> str:
+    """Wait for the init; kill it at the deadline, or when the server closes its control pipe."""
+    pidfd = os.pidfd_open(init)
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    poller.register(control, select.POLLIN | select.POLLHUP)
+    ready = dict(poller.poll(deadline_s * 1000))
+    if pidfd not in ready:
+        os.kill(init, kill_signal)
+    os.waitpid(init, 0)
+    if pidfd in ready:
+        return "exited"
+    return "cancelled" if control in ready else "deadline"
+
+
+def _messages(fd: int) -> list[dict[str, Any]]:
+    with open(fd, "rb") as pipe:
+        stream = io.BytesIO(pipe.read())
+    messages: list[dict[str, Any]] = []
+    while stream.tell() < len(stream.getbuffer()):
+        messages.append(marshal.load(stream))
+    return messages
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

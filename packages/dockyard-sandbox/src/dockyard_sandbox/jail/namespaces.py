@@ -1,0 +1,203 @@
+"""Pid 1 of a run: build the file system, give everything up, start the test process, reap.
+
+fork tree of one run: launcher -> supervisor (outside) -> init (pid 1 inside) -> test process.
+The init never executes repository code; its exit takes every process of the run with it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+from . import syscalls as sc
+from .process import Job, reap_until, start_test_process
+
+TESTBED = "/testbed"
+INSIDE_ID = 1000
+_SYSTEM_DIRECTORIES = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_ETC_FILES = ("ld.so.cache", "localtime", "alternatives")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_PASSWD = "root:x:0:0:root:/root:/bin/sh\nsandbox:x:1000:1000:sandbox:/tmp:/bin/sh\n"
+_GROUP = "root:x:0:\nsandbox:x:1000:\n"
+
+
+def enter(job: Job) -> None:
+    """Create the namespaces of a run, as root or through a user namespace. Raises OSError."""
+    flags = sc.CLONE_NEWNS | sc.CLONE_NEWPID | sc.CLONE_NEWNET | sc.CLONE_NEWIPC | sc.CLONE_NEWUTS
+    if job["uid"] == 0:
+        _new_user_namespace(flags)
+    else:
+        sc.unshare(flags)
+
+
+def _new_user_namespace(flags: int) -> None:
+    uid, gid = os.geteuid(), os.getegid()
+    sc.unshare(sc.CLONE_NEWUSER | flags)
+    _write("/proc/self/setgroups", "deny")
+    _write("/proc/self/uid_map", f"{INSIDE_ID} {uid} 1")
+    _write("/proc/self/gid_map", f"{INSIDE_ID} {gid} 1")
+
+
+def run_init(job: Job, fds: dict[str, int]) -> None:
+    """Set up, start the test process and reap until it ends. Runs as pid 1 of the namespace."""
+    sc.prctl(sc.PR_SET_PDEATHSIG, 9)
+    _build_root(job)
+    _become_nobody(job)
+    sc.prctl(sc.PR_SET_DUMPABLE, 0)  # nothing inside may read /proc/1
+    sc.prctl(sc.PR_SET_PDEATHSIG, 9)  # a change of credentials cleared it
+    child = start_test_process(job, fds, TESTBED)
+    reap_until(child, fds["status"])
+
+
+def _build_root(job: Job) -> None:
+    sc.mount("", "/", "", sc.MS_REC | sc.MS_PRIVATE)
+    root = job["mount_point"]
+    sc.mount("tmpfs", root, "tmpfs", sc.MS_NOSUID, "size=1m,mode=755")
+    _bind_system(root, job["binds"])
+    sc.make_readonly(root, recursive=True)
+    sc.mount("", root, "", sc.MS_REMOUNT | sc.MS_BIND | sc.MS_NOSUID)  # this tmpfs itself stays writable for now
+    _make_tree(root, job)
+    for path in ("dev", "proc"):
+        os.mkdir(f"{root}/{path}", 0o755)
+    for name in _DEVICES:
+        _bind_file(f"/dev/{name}", f"{root}/dev/{name}")
+    os.mkdir(f"{root}/dev/shm", 0o777)
+    sc.mount("tmpfs", f"{root}/dev/shm", "tmpfs", sc.MS_NOSUID | sc.MS_NODEV, "size=64m,mode=1777")
+    os.symlink("/proc/self/fd", f"{root}/dev/fd")
+    sc.mount("proc", f"{root}/proc", "proc", sc.MS_NOSUID | sc.MS_NODEV | sc.MS_NOEXEC)
+    sc.make_readonly(f"{root}/proc", recursive=False)
+    sc.sethostname("sandbox")
+    sc.pivot_root(root)
+    _apply_delta(job)
+    for path in job["readonly"]:
+        _protect(path)
+    sc.mount("", "/", "", sc.MS_REMOUNT | sc.MS_BIND | sc.MS_RDONLY | sc.MS_NOSUID)
+
+
+def _bind_system(root: str, binds: list[str]) -> None:
+    for name in _SYSTEM_DIRECTORIES:
+        if os.path.islink(f"/{name}"):
+            os.symlink(os.readlink(f"/{name}"), f"{root}/{name}")
+        elif os.path.isdir(f"/{name}"):
+            _bind_directory(f"/{name}", root)
+    _bind_directory("/usr", root)
+    for path in binds:
+        if not path.startswith("/usr/"):
+            _bind_directory(path, root)
+    os.makedirs(f"{root}/etc", exist_ok=True)
+    for name in _ETC_FILES:
+        source = os.path.realpath(f"/etc/{name}")
+        if os.path.isdir(source):
+            os.mkdir(f"{root}/etc/{name}")
+            sc.mount(source, f"{root}/etc/{name}", "", sc.MS_BIND)
+        elif os.path.isfile(source):
+            _bind_file(source, f"{root}/etc/{name}")
+    _write(f"{root}/etc/passwd", _PASSWD)
+    _write(f"{root}/etc/group", _GROUP)
+    _write(f"{root}/etc/hosts", "127.0.0.1 localhost\n::1 localhost\n")
+
+
+def _bind_directory(path: str, root: str) -> None:
+    os.makedirs(root + path, mode=0o755, exist_ok=True)
+    sc.mount(path, root + path, "", sc.MS_BIND | sc.MS_REC)
+
+
+def _bind_file(source: str, target: str) -> None:
+    os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    sc.mount(source, target, "", sc.MS_BIND)
+
+
+def _make_tree(root: str, job: Job) -> None:
+    """Mount the tree and /tmp, both on one tmpfs whose size is the run's disk limit."""
+    disk = f"{root}/.disk"
+    for path in (disk, root + TESTBED, f"{root}/tmp"):
+        os.makedirs(path, mode=0o755, exist_ok=True)
+    sc.mount("tmpfs", disk, "tmpfs", sc.MS_NOSUID | sc.MS_NODEV, f"size={job['disk_mb']}m,mode=755")
+    for name, mode in (("upper", 0o755), ("work", 0o755), ("tmp", 0o1777)):
+        os.mkdir(f"{disk}/{name}")
+        os.chmod(f"{disk}/{name}", mode)
+    if job["uid"]:
+        os.chown(f"{disk}/upper", job["uid"], job["uid"])
+    if job["tree"] == "overlay":
+        options = f"lowerdir={job['lower']},upperdir={disk}/upper,workdir={disk}/work"
+        if not job["uid"]:
+            options += ",userxattr"
+        sc.mount("overlay", root + TESTBED, "overlay", sc.MS_NOSUID | sc.MS_NODEV, options)
+    else:
+        copy_tree(job["lower"], f"{disk}/upper", job["uid"])
+        sc.mount(f"{disk}/upper", root + TESTBED, "", sc.MS_BIND)
+    sc.mount(f"{disk}/tmp", f"{root}/tmp", "", sc.MS_BIND)
+    sc.detach(disk)  # the tree is reachable only where it belongs
+    os.rmdir(disk)
+
+
+def copy_tree(source: str, target: str, uid: int) -> None:
+    """Copy a tree for hosts without overlay; symlinks stay symlinks."""
+    shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
+    if uid:
+        for directory, _, names in os.walk(target):
+            for path in (directory, *(os.path.join(directory, name) for name in names)):
+                os.lchown(path, uid, uid)
+
+
+def _apply_delta(job: Job) -> None:
+    """Write the patched files, as the run's own user, so that a mistake here stays in the sandbox."""
+    if job["uid"]:
+        os.setegid(job["uid"])
+        os.seteuid(job["uid"])
+    write_delta(TESTBED, job)
+    if job["uid"]:
+        os.seteuid(0)
+        os.setegid(0)
+
+
+def write_delta(tree: str, job: Job) -> None:
+    """Turn the base tree under ``tree`` into the patched one."""
+    for path in job["deleted"]:
+        os.unlink(f"{tree}/{path}")
+        parent = os.path.dirname(path)
+        while parent and not os.listdir(f"{tree}/{parent}"):  # git knows no empty directory
+            os.rmdir(f"{tree}/{parent}")
+            parent = os.path.dirname(parent)
+    for path, (executable, content) in job["files"].items():
+        target = f"{tree}/{path}"
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        if os.path.lexists(target):
+            os.unlink(target)
+        fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o755 if executable else 0o644)
+        with open(fd, "wb") as file:
+            file.write(content)
+
+
+def _protect(path: str) -> None:
+    """Bind one file read-only, and its directories to themselves so that none can be renamed away."""
+    parts = path.split("/")
+    for depth in range(1, len(parts)):
+        directory = f"{TESTBED}/{'/'.join(parts[:depth])}"
+        if not os.path.ismount(directory):
+            sc.mount(directory, directory, "", sc.MS_BIND | sc.MS_REC)
+    target = f"{TESTBED}/{path}"
+    if os.path.isfile(target) and not os.path.islink(target):
+        sc.mount(target, target, "", sc.MS_BIND)
+        sc.make_readonly(target, recursive=False)
+
+
+def _become_nobody(job: Job) -> None:
+    uid = job["uid"]
+    if uid:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        sc.prctl(sc.PR_SET_DUMPABLE, 1)  # or /proc/self would belong to root and refuse the maps
+        try:
+            _new_user_namespace(0)  # counts this run's processes apart from every other run's
+        except OSError:
+            job["pids"] *= 4  # one user's runs share a count: leave room for the neighbours
+    sc.drop_capabilities()
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+

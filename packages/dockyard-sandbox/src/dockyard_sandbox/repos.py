@@ -1,0 +1,124 @@
+"""The bare object store: one mirror per repository, cloned once, fetched again when a commit is missing."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from dockyard_sandbox.gitcmd import Git, GitFailed
+
+CLONE_TIMEOUT_S = 1800.0
+
+
+class UnknownRepo(ValueError):
+    """A task names a repository that is neither registered nor a path nor an accepted URL."""
+
+
+class MissingCommit(Exception):
+    """The repository does not have the commit, even after a fetch. A defect of the task, not retryable."""
+
+
+class FetchFailed(Exception):
+    """The repository could not be read now. Retryable."""
+
+
+class RepoStore:
+    """Registered names and mirrored objects under ``root/repos``."""
+
+    def __init__(self, root: Path, git: Git) -> None:
+        self._directory = root / "repos"
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._names_path = root / "repos.json"
+        self._git = git
+        self._guard = threading.Lock()
+        self._commits: dict[tuple[str, str], str] = {}
+
+    def names(self) -> dict[str, str]:
+        """Registered name to path or URL."""
+        return json.loads(self._names_path.read_text()) if self._names_path.exists() else {}
+
+    def register(self, repos: Mapping[str, str]) -> None:
+        """Add names; they outlive the server. Raises UnknownRepo when a source has no accepted form."""
+        for source in repos.values():
+            self.resolve(source, registered=False)
+        with self._guard:
+            merged = {**self.names(), **repos}
+            temporary = self._names_path.with_suffix(".new")
+            temporary.write_text(json.dumps(merged, indent=1, sort_keys=True))
+            temporary.replace(self._names_path)
+
+    def resolve(self, repo: str, *, registered: bool = True) -> str:
+        """Return the source that ``repo`` means. Raises UnknownRepo."""
+        names = self.names() if registered else {}
+        source = names.get(repo, repo)
+        parts = urlsplit(source)
+        if parts.scheme == "https" and parts.hostname and not parts.username:
+            return source
+        path = Path(parts.path if parts.scheme == "file" and not parts.netloc else source)
+        if not path.is_absolute():
+            raise UnknownRepo(
+                f"repo must be a registered name, an absolute path, or a file:// or https:// URL, got {repo!r}; "
+                "register names with PUT /repos"
+            )
+        if not path.exists():
+            raise UnknownRepo(f"repo {repo!r} does not exist on this machine")
+        return str(path)
+
+    def tree_of(self, repo: str, commit: str) -> tuple[Path, str]:
+        """Return (bare repository, tree id) that has ``commit``, cloning or fetching as needed.
+
+        Raises: UnknownRepo, MissingCommit, FetchFailed.
+        """
+        source = self.resolve(repo)
+        bare = self._directory / hashlib.sha256(source.encode()).hexdigest()[:24]
+        key = (source, commit)
+        if key not in self._commits:
+            with _locked(bare.with_suffix(".lock")):
+                tree = self._find_tree(bare, commit)
+                if tree is None:
+                    self._fetch(bare, source, commit)
+                    tree = self._find_tree(bare, commit)
+            if tree is None:
+                raise MissingCommit(f"commit {commit} is not in {repo!r}")
+            self._commits[key] = tree
+        return bare, self._commits[key]
+
+    def _find_tree(self, bare: Path, commit: str) -> str | None:
+        if not bare.exists():
+            return None
+        try:
+            return self._git.run("rev-parse", "--verify", "--quiet", f"{commit}^{{tree}}", git_dir=bare).decode().strip()
+        except GitFailed:
+            return None
+
+    def _fetch(self, bare: Path, source: str, commit: str) -> None:
+        try:
+            if not bare.exists():
+                self._git.run("init", "--quiet", "--bare", str(bare))
+            fetch = ("fetch", "--quiet", "--force", "--no-tags", "--no-write-fetch-head", source)
+            self._git.run(*fetch, "+refs/*:refs/*", git_dir=bare, timeout_s=CLONE_TIMEOUT_S)
+            for reference in (commit, "HEAD"):  # commits that no branch or tag holds
+                if self._find_tree(bare, commit) is not None:
+                    return
+                try:
+                    target = f"+{reference}:refs/dockyard/{commit}"
+                    self._git.run(*fetch, target, git_dir=bare, timeout_s=CLONE_TIMEOUT_S)
+                except GitFailed:
+                    continue  # tree_of reports the commit as missing
+        except (GitFailed, subprocess.TimeoutExpired) as error:
+            raise FetchFailed(f"cannot fetch {source!r}: {error}") from error
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Exclude other threads and other servers on the same root."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

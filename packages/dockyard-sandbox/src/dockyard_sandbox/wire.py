@@ -1,0 +1,149 @@
+"""The bytes that enter and leave the server: closed models, SWE-bench's field names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal
+
+from dockyard_core import TestStatus, VerdictStatus
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_BODY_BYTES = 64 * 1024 * 1024
+MAX_PATCH_BYTES = 1024 * 1024
+PATCH_TOO_LARGE = "patch_too_large"
+MAX_TASKS = 1024
+MAX_TESTS = 20_000
+
+
+def _json_list(value: object) -> object:
+    """Some dumps of SWE-bench carry lists as JSON strings."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"must be a list of test ids, or one as a JSON string: {error}") from None
+
+
+def _test_id(value: str) -> str:
+    path, separator, name = value.partition("::")
+    parts = PurePosixPath(path).parts
+    if not separator or not name or not parts or path.startswith(("/", "-")) or ".." in parts or "\0" in value:
+        raise ValueError(f"must be a pytest node id 'relative/file.py::name', got {value[:200]!r}")
+    return value
+
+
+TestId = Annotated[str, Field(max_length=4096)]
+TestIds = Annotated[tuple[TestId, ...], BeforeValidator(_json_list), Field(max_length=MAX_TESTS)]
+
+
+class _Closed(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Limits(_Closed):
+    """What one run may use."""
+
+    memory_mb: int = Field(default=2048, ge=64, le=1024 * 1024)
+    pids: int = Field(default=128, ge=4, le=32768)
+    disk_mb: int = Field(default=256, ge=1, le=1024 * 1024)
+    output_kb: int = Field(default=1024, ge=1, le=256 * 1024)
+
+
+class TaskRequest(_Closed):
+    """One patch to judge."""
+
+    instance_id: str = Field(min_length=1, max_length=512)
+    repo: str = Field(min_length=1, max_length=4096)
+    base_commit: str = Field(pattern=r"^[0-9a-fA-F]{7,64}$")
+    model_patch: str = ""
+    test_patch: str = ""
+    fail_to_pass: TestIds = Field(alias="FAIL_TO_PASS")
+    pass_to_pass: TestIds = Field(default=(), alias="PASS_TO_PASS")
+    environment: Literal["default"] | None = None
+    test_command: str | None = Field(default=None, max_length=4096)
+    timeout_s: float = Field(default=60.0, gt=0, le=86_400)
+    limits: Limits = Limits()
+    apply: Literal["strict"] = "strict"
+
+    @field_validator("fail_to_pass", "pass_to_pass")
+    @classmethod
+    def _node_ids(cls, ids: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(ids)) != len(ids):
+            raise ValueError("must not name a test twice")
+        return tuple(_test_id(one) for one in ids)
+
+    @field_validator("model_patch", "test_patch")
+    @classmethod
+    def _patch_bytes(cls, patch: str) -> str:
+        if len(patch.encode()) > MAX_PATCH_BYTES:
+            raise PydanticCustomError(PATCH_TOO_LARGE, "must be at most {cap} bytes", {"cap": MAX_PATCH_BYTES})
+        return patch
+
+    @model_validator(mode="after")
+    def _sets(self) -> TaskRequest:
+        if not self.fail_to_pass and not self.pass_to_pass:
+            raise ValueError("FAIL_TO_PASS or PASS_TO_PASS must name a test: nothing would decide")
+        both = set(self.fail_to_pass) & set(self.pass_to_pass)
+        if both:
+            raise ValueError(f"FAIL_TO_PASS and PASS_TO_PASS must not share {sorted(both)[0]!r}")
+        return self
+
+    @property
+    def deciding_ids(self) -> tuple[str, ...]:
+        """Every id of the two sets, FAIL_TO_PASS first."""
+        return self.fail_to_pass + self.pass_to_pass
+
+    def spec_hash(self) -> str:
+        """Hash of everything but the patch and the name: what the verdict depends on besides the tree."""
+        fields = self.model_dump(mode="json", exclude={"model_patch", "instance_id"})
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+class BatchRequest(_Closed):
+    """Several tasks in one request; the reply has their verdicts in the same order."""
+
+    tasks: list[TaskRequest] = Field(min_length=1, max_length=MAX_TASKS)
+
+
+class ReposRequest(_Closed):
+    """Names under which tasks may speak of repositories: name to path or URL."""
+
+    repos: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w./-]{0,255}$")], str] = Field(min_length=1)
+
+
+class Count(_Closed):
+    """Passed out of total."""
+
+    passed: int
+    total: int
+
+
+class TaskResponse(_Closed):
+    """The verdict on one task, as it travels."""
+
+    task_id: str
+    status: VerdictStatus
+    resolved: bool
+    pass_rate: float
+    fail_to_pass: Count
+    pass_to_pass: Count
+    tests: dict[str, TestStatus]
+    flags: tuple[str, ...]
+    isolation: str
+    duration_s: dict[str, float]
+    log: str
+    evidence: str
+    retryable: bool
+    cached: bool
+    detail: str
+
+
+def parse_submission(body: dict[str, Any]) -> tuple[list[TaskRequest], bool]:
+    """Return the tasks of a submission and whether it was a batch. Raises pydantic.ValidationError."""
+    if "tasks" in body:
+        return BatchRequest.model_validate(body).tasks, True
+    return [TaskRequest.model_validate(body)], False
