@@ -89,11 +89,12 @@ def run(
     generator: ScriptedGenerator,
     sandbox: RecordingSandbox,
     *,
-    sampling: SamplingParams = SamplingParams(temperature=0.8),
+    sampling: SamplingParams | None = None,
     agent: Agent | None = None,
     rollout_id: str = "tiny__1#0/5",
     task: Task = TASK,
 ) -> Rollout:
+    sampling = sampling or SamplingParams(temperature=0.8)
     agent = agent or PatchAgent(ByteTokenizer(), sampling=sampling, prompt_template="numbered")
     return asyncio.run(agent.run(task, generator, sandbox, rollout_id=rollout_id, group_id="tiny__1#0"))  # type: ignore[arg-type]
 

@@ -17,7 +17,7 @@ OTHER = "diff --git a/x.md b/x.md\nindex 1..2 100644\n--- a/x.md\n+++ b/x.md\n@@
 WRAPPERS = {
     "raw": "{diff}",
     "fenced": "```diff\n{diff}```\n",
-    "fenced in prose": "The sum is wrong.\n\n```python\nx = 1\n```\n\nFix:\n\n```diff\n{diff}```\n\nIt works now.\n- really\n",
+    "fenced in prose": "The sum is wrong.\n\n```python\nx = 1\n```\n\n```diff\n{diff}```\n\nIt works now.\n- really\n",
     "fence opened by the prompt": "{diff}```\n\nThis changes the sign.\n",
     "fence never closed": "Here:\n```diff\n{diff}",
     "tags": "<patch>\n{diff}</patch>\n",
@@ -101,7 +101,8 @@ def test_touched_paths_reads_every_kind_of_header() -> None:
         "--- a/old name.py\t2024-01-01\n+++ /dev/null\n@@ -1 +0,0 @@\n---- a/not/a/path\n"
         "diff --git a/r.py b/s.py\nsimilarity index 100%\nrename from r.py\nrename to s.py\n"
         "diff --git a/run.sh b/run.sh\nold mode 100644\nnew mode 100755\n"
-        'diff --git "a/\\303\\251.py" "b/\\303\\251.py"\n--- "a/\\303\\251.py"\n+++ "b/\\303\\251.py"\n@@ -1 +1 @@\n-a\n+b\n'
+        'diff --git "a/\\303\\251.py" "b/\\303\\251.py"\n--- "a/\\303\\251.py"\n'
+        '+++ "b/\\303\\251.py"\n@@ -1 +1 @@\n-a\n+b\n'
     )
     assert touched_paths(patch) == ("old name.py", "r.py", "s.py", "run.sh", "é.py")
 

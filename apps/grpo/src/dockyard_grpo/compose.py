@@ -20,9 +20,8 @@ _BUNDLED = "quickstart:"
 class Sender(Protocol):
     """The trainer's side of a refit transport."""
 
-    @property
-    def endpoint(self) -> RefitEndpoint:
-        """Where engines join."""
+    def endpoint(self, rank_offset: int = 1) -> RefitEndpoint:
+        """Where engines join; ``rank_offset`` is the rank of the engine's first worker."""
         ...
 
     def connect(self) -> None:
@@ -41,10 +40,13 @@ class Sender(Protocol):
 class SandboxServer(Protocol):
     """A sandbox server process that this run owns."""
 
-    url: str
+    @property
+    def url(self) -> str:
+        """Base URL."""
+        ...
 
-    def stop(self) -> None:
-        """End it and everything it started."""
+    def stop(self) -> int:
+        """End it and everything it started; returns its exit code."""
         ...
 
 
@@ -106,7 +108,9 @@ def build_sender(config: Config, num_engine_ranks: int) -> Sender:
     """The sending side of the collective transport, rank 0 of its group."""
     from dockyard_inference.sender import CollectiveSender
 
-    return CollectiveSender(num_engine_ranks=num_engine_ranks, device=_torch_device(), timeout_s=config.refit.timeout_s)
+    return CollectiveSender(
+        _own_address(config), 0, num_engine_ranks + 1, device=_torch_device(), timeout_s=config.refit.timeout_s
+    )
 
 
 def null_sink(chunk: WeightChunk) -> None:
@@ -145,6 +149,14 @@ def _resolve(value: str, key: str) -> str | Path:
     if not path.exists():
         raise ConfigError(f"{key} names no bundled file: {value!r}; bundled are quickstart:policy and the task files")
     return path
+
+
+def _own_address(config: Config) -> str:
+    if config.cluster.address is None:
+        return "127.0.0.1"
+    import ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 def _torch_device() -> str:

@@ -52,6 +52,7 @@ class RefitCoordinator:
         late = machine.begin_refit()
         receiving = [self._fleets.engines[name].refit.remote(update) for name in late]
         sending = [trainer.send_weights.remote(update) for trainer in self._fleets.trainers]
+        reports: list[RefitReport]
         reports, _ = await asyncio.gather(asyncio.gather(*receiving), asyncio.gather(*sending))
         for name, report in zip(late, reports, strict=True):
             self._check_counts(name, report)

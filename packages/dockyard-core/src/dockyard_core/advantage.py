@@ -54,10 +54,7 @@ def group_advantages(
         return advantages
     # Two passes: subtracting the mean first keeps the figures when rewards are large and close.
     centred = voting - voting.mean()
-    if scale == "std":
-        std = np.sqrt((centred**2).sum() / (len(voting) - 1))
-    else:
-        std = np.float64(1.0)
+    std = float(np.sqrt((centred**2).sum() / (len(voting) - 1))) if scale == "std" else 1.0
     # r_i - mean of the others = (r_i - mean of all) * n / (n - 1).
     factor = len(voting) / (len(voting) - 1) if baseline == "leave_one_out" else 1.0
     advantages[valid] = centred * factor / std

@@ -44,7 +44,8 @@ class _Tokens:
 
     @property
     def log_ratio(self) -> np.ndarray:
-        return self.logprobs - self.proximal
+        difference: np.ndarray = self.logprobs - self.proximal
+        return difference
 
     @property
     def log_r(self) -> np.ndarray:
@@ -58,7 +59,8 @@ class _Tokens:
 
 
 def _clamp(exponent: np.ndarray) -> np.ndarray:
-    return np.clip(exponent, -EXPONENT_LIMIT, EXPONENT_LIMIT)
+    clamped: np.ndarray = np.clip(exponent, -EXPONENT_LIMIT, EXPONENT_LIMIT)
+    return clamped
 
 
 # ---- variants: (value, d value / d logprob, was a clip active), each [B, T] -----------------------
@@ -111,14 +113,14 @@ _VARIANTS: Mapping[str, Callable[[LossConfig, _Tokens], _Surrogate]] = {
 
 def correction_weight(config: LossConfig, tokens: _Tokens) -> np.ndarray:
     """Detached behaviour-correction weight w, [B, T], from r = exp(logpi_old - logmu)."""
-    r = np.exp(tokens.log_r)
+    r: np.ndarray = np.exp(tokens.log_r)
     match config.effective_correction:
         case "none":
             return np.ones_like(r)
         case "is":
             return r
         case "tis":
-            return np.minimum(r, config.tis_max)
+            return np.where(r > config.tis_max, config.tis_max, r)
         case "icepop":
             return np.where((r >= config.correction_low) & (r <= config.correction_high), r, 0.0)
         case "seq_mask":

@@ -36,6 +36,7 @@ class ControlPlane:
     directories: frozenset[str]
     """Test directories, restored as a whole."""
     base: Mapping[str, Entry]
+    base_directories: frozenset[str]
 
     def protects(self, path: str, *, is_new: bool) -> bool:
         """Whether a change of ``path`` by the model's patch is undone."""
@@ -67,7 +68,8 @@ class ControlPlane:
             is_module = depth < len(parts) - 1 or part.endswith((".py", ".so"))
             if is_module and (stem in sys.stdlib_module_names or stem in _PYTEST_STEMS):
                 package = "/".join([*parts[:depth], "__init__.py"])
-                if depth == 0 or package not in self.base:
+                already_there = "/".join(parts[: depth + 1]) in self.base_directories
+                if not already_there and (depth == 0 or package not in self.base):
                     return True
         return False
 
@@ -84,7 +86,12 @@ def control_plane(
             if _TEST_DIRECTORY.match(part):
                 directories.add("/".join(parts[: depth + 1]))
                 break
-    return ControlPlane(files=frozenset(files), directories=frozenset(directories), base=base)
+    return ControlPlane(
+        files=frozenset(files),
+        directories=frozenset(directories),
+        base=base,
+        base_directories=frozenset(str(parent) for path in base for parent in PurePosixPath(path).parents),
+    )
 
 
 def pytest_tables_differ(before: bytes | None, after: bytes | None) -> bool:

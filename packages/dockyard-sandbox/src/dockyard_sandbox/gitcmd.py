@@ -78,7 +78,13 @@ class Git:
         if git_dir is not None:
             environment["GIT_DIR"] = str(git_dir)
         done = subprocess.run(
-            ["git", *arguments], input=stdin, capture_output=True, env=environment, cwd="/", timeout=timeout_s, check=False
+            ["git", *arguments],
+            input=stdin,
+            capture_output=True,
+            env=environment,
+            cwd="/",
+            timeout=timeout_s,
+            check=False,
         )
         if done.returncode != 0:
             raise GitFailed(arguments[0], done.returncode, done.stderr.decode(errors="replace"))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dockyard_core import TestStatus
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from dockyard_core import TestStatus
+
 _PHASES = ("setup", "call", "teardown")
-# Names of the exceptions that legitimately leave a report without "failed".
-_SKIPS = {"Skipped", "SkipTest", "XFailed"}
+_IMPERATIVE_XFAIL = "XFailed"  # the exception that pytest.xfail() raises
 
 
 class _Record(BaseModel):
@@ -83,13 +82,15 @@ def _statuses(records: list[_Record], trusted: frozenset[str]) -> tuple[dict[str
         if record.id not in collected:
             contradictions.append("uncollected_test_reported")
         seen = phases.setdefault(record.id, {})
-        if record.when in seen:
+        earlier = seen.get(record.when)
+        if earlier is not None and record.when != "call":
             contradictions.append("phase_reported_twice")
         if record.raised is not None and record.outcome == "passed":
             contradictions.append("passed_although_raised")
         if record.raised is None and record.outcome == "skipped":
             contradictions.append("skipped_without_cause")
-        seen[record.when] = record
+        if earlier is None or earlier.outcome != "failed":  # subtests report a call each, then the test's own
+            seen[record.when] = record
     return {test: _combine(seen, trusted) for test, seen in phases.items()}, contradictions
 
 
@@ -103,8 +104,8 @@ def _combine(phases: dict[str, _Record], trusted: frozenset[str]) -> TestStatus:
     decisive = setup if setup.outcome == "skipped" or call is None else call
     if decisive.outcome == "skipped" and decisive.xfail:
         # pytest.xfail() called by the code under test would turn any failure into an expected one
-        imperative = decisive.raised in _SKIPS
-        return TestStatus.SKIPPED if imperative and decisive.raised_in not in trusted else TestStatus.XFAILED
+        untrusted = decisive.raised_in is not None and decisive.raised_in not in trusted
+        return TestStatus.SKIPPED if decisive.raised == _IMPERATIVE_XFAIL and untrusted else TestStatus.XFAILED
     if decisive is setup and setup.outcome != "skipped":
         return TestStatus.ERROR  # the call never happened
     if decisive.raised is not None and decisive.outcome == "passed":

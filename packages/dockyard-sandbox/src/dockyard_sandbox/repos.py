@@ -94,7 +94,9 @@ class RepoStore:
         if not bare.exists():
             return None
         try:
-            return self._git.run("rev-parse", "--verify", "--quiet", f"{commit}^{{tree}}", git_dir=bare).decode().strip()
+            return (
+                self._git.run("rev-parse", "--verify", "--quiet", f"{commit}^{{tree}}", git_dir=bare).decode().strip()
+            )
         except GitFailed:
             return None
 

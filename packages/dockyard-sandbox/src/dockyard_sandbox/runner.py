@@ -1,3 +1,5 @@
+# ruff: noqa: E402, PTH
+# The collector stops before the imports that it would slow down.
 """Runs inside the sandbox: pytest, with every outcome written to the record pipe.
 
 This file is compiled once by the server and executed alone: it must import the standard library

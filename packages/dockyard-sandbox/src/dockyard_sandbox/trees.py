@@ -95,5 +95,5 @@ class TreeStore:
                 (target / path).mkdir(parents=True, exist_ok=True)
         if self._owner_uid is not None:
             for directory, _, names in os.walk(target):
-                for name in (directory, *(os.path.join(directory, name) for name in names)):
+                for name in (directory, *(f"{directory}/{name}" for name in names)):
                     os.chown(name, self._owner_uid, self._owner_uid, follow_symlinks=False)

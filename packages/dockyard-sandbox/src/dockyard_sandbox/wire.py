@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
-from dockyard_core import TestStatus, VerdictStatus
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+
+from dockyard_core import TestStatus, VerdictStatus
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_PATCH_BYTES = 1024 * 1024
@@ -34,6 +36,14 @@ def _test_id(value: str) -> str:
     if not separator or not name or not parts or path.startswith(("/", "-")) or ".." in parts or "\0" in value:
         raise ValueError(f"must be a pytest node id 'relative/file.py::name', got {value[:200]!r}")
     return value
+
+
+def _split_command(command: str) -> tuple[str, ...]:
+    words = shlex.split(command)
+    for prefix in (["pytest"], ["py.test"], ["python", "-m", "pytest"], ["python3", "-m", "pytest"]):
+        if words[: len(prefix)] == prefix:
+            return tuple(words[len(prefix) :])
+    raise ValueError(f"must be a pytest command ('pytest …' or 'python -m pytest …'), got {command[:200]!r}")
 
 
 TestId = Annotated[str, Field(max_length=4096)]
@@ -92,6 +102,18 @@ class TaskRequest(_Closed):
             raise ValueError(f"FAIL_TO_PASS and PASS_TO_PASS must not share {sorted(both)[0]!r}")
         return self
 
+    @field_validator("test_command")
+    @classmethod
+    def _only_pytest(cls, command: str | None) -> str | None:
+        if command is not None:
+            _split_command(command)
+        return command
+
+    @property
+    def pytest_arguments(self) -> tuple[str, ...]:
+        """Arguments of ``test_command``."""
+        return _split_command(self.test_command or "pytest")
+
     @property
     def deciding_ids(self) -> tuple[str, ...]:
         """Every id of the two sets, FAIL_TO_PASS first."""
@@ -112,7 +134,9 @@ class BatchRequest(_Closed):
 class ReposRequest(_Closed):
     """Names under which tasks may speak of repositories: name to path or URL."""
 
-    repos: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w./-]{0,255}$")], str] = Field(min_length=1)
+    repos: dict[Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z0-9][A-Za-z0-9_./-]*$")], str] = Field(
+        min_length=1
+    )
 
 
 class Count(_Closed):

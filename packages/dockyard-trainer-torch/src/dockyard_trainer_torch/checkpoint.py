@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from dockyard_core.errors import UserError
 from torch import Tensor
 
+from dockyard_core.errors import UserError
 from dockyard_trainer_torch.ranks import copy_whole, whole
 from dockyard_trainer_torch.weights import gather_weights, named_weights, write_hf
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from dockyard_core.loss_config import LossConfig
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from dockyard_core.loss_config import LossConfig
 
 
 class TorchPolicyConfig(BaseModel):

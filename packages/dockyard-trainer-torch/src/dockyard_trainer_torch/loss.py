@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from dockyard_core.loss_config import LossConfig
 from torch import Tensor
+
+from dockyard_core.loss_config import LossConfig
 
 EXPONENT_LIMIT = 20.0
 
@@ -119,9 +120,7 @@ def correction_weight(config: LossConfig, tokens: TokenBatch, proximal_M: Tensor
 def kl_estimate(config: LossConfig, logprobs_M: Tensor, ref_logprobs_M: Tensor) -> Tensor:
     """k1 = -d, k2 = d²/2 or k3 = e^d - 1 - d with d = logpi_ref - logpi, |d| <= 20 straight-through."""
     d_M = _clamped(ref_logprobs_M - logprobs_M)
-    kl_M = {"k1": lambda: -d_M, "k2": lambda: d_M.square() / 2, "k3": lambda: d_M.exp() - 1 - d_M}[
-        config.kl_estimator
-    ]()
+    kl_M = {"k1": lambda: -d_M, "k2": lambda: d_M.square() / 2, "k3": lambda: d_M.expm1() - d_M}[config.kl_estimator]()
     if config.kl_max is not None:
         kl_M = kl_M + (kl_M.clamp(max=config.kl_max) - kl_M).detach()
     return kl_M
@@ -197,6 +196,6 @@ def _with_metrics(
         sums["entropy"] = tokens.entropy_M.sum()
     if tokens.ref_logprobs_M is not None:
         d_M = (tokens.ref_logprobs_M - logprobs_M).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
-        sums["kl_ref"] = (d_M.exp() - 1 - d_M).sum()
+        sums["kl_ref"] = (d_M.expm1() - d_M).sum()
     drift_max = drift_M.max() if len(drift_M) else drift_M.new_zeros(())
     return LossTerms(loss=loss, sums=sums, offpolicy_abs_diff_max=drift_max)

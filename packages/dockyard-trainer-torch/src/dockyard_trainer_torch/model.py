@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from dockyard_core.errors import ConfigError
 from torch import Tensor, nn
 
+from dockyard_core.errors import ConfigError
 from dockyard_trainer_torch.logprobs import chunked_logprobs
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+
 from dockyard_core.batch import BatchShard
 from dockyard_core.errors import ConfigError
 from dockyard_core.policy import StepMetrics, WeightSink
-
 from dockyard_trainer_torch import checkpoint, weights
 from dockyard_trainer_torch.config import TorchPolicyConfig
 from dockyard_trainer_torch.model import TokenScorer, load_causal_lm, resolve_model_dir

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from dockyard_core.batch import BatchShard, MicroBatch
 from torch import Tensor
 
+from dockyard_core.batch import BatchShard, MicroBatch
 from dockyard_trainer_torch.config import TorchPolicyConfig
 from dockyard_trainer_torch.loss import TokenBatch, policy_loss
 from dockyard_trainer_torch.model import TokenScorer

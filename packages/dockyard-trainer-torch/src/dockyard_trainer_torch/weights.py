@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from dockyard_core.policy import WeightChunk, WeightSink
-from dockyard_core.refit import TensorSpec
 from torch import Tensor
 
+from dockyard_core.policy import WeightChunk, WeightSink
+from dockyard_core.refit import TensorSpec
 from dockyard_trainer_torch.ranks import Ranks, whole
 
 if TYPE_CHECKING:

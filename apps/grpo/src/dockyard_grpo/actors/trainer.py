@@ -35,7 +35,7 @@ class TrainerWorker:
         if self._rank != 0:
             return None
         self._sender = compose.build_sender(self._config, num_engine_ranks)
-        return self._sender.endpoint
+        return self._sender.endpoint()
 
     def connect_refit(self) -> None:
         """Wait for every engine worker. Raises RefitTimeout naming the late rank."""

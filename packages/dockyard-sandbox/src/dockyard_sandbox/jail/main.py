@@ -1,3 +1,5 @@
+# ruff: noqa: PTH
+# Between fork and exec pathlib costs more than it clarifies.
 """The launcher: receive jobs with their pipes, fork a supervisor for each, never block on one.
 
 consumes: one message per run on a unix socket: a memory file with the job, and four pipe ends
@@ -41,8 +43,8 @@ def main(fd: int) -> None:
                 channel.close()
                 _supervise(dict(zip(FD_NAMES, fds, strict=True)))
                 os._exit(0)
-            for number in fds:
-                os.close(number)
+            for fd_received in fds:
+                os.close(fd_received)
 
 
 def _supervise(fds: dict[str, int]) -> None:

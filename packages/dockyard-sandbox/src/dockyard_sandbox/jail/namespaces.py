@@ -1,3 +1,5 @@
+# ruff: noqa: PTH
+# Between fork and exec pathlib costs more than it clarifies.
 """Pid 1 of a run: build the file system, give everything up, start the test process, reap.
 
 fork tree of one run: launcher -> supervisor (outside) -> init (pid 1 inside) -> test process.
@@ -69,8 +71,9 @@ def _build_root(job: Job) -> None:
     sc.sethostname("sandbox")
     sc.pivot_root(root)
     _apply_delta(job)
+    bound: set[str] = set()
     for path in job["readonly"]:
-        _protect(path)
+        _protect(path, bound)
     sc.mount("", "/", "", sc.MS_REMOUNT | sc.MS_BIND | sc.MS_RDONLY | sc.MS_NOSUID)
 
 
@@ -169,13 +172,14 @@ def write_delta(tree: str, job: Job) -> None:
             file.write(content)
 
 
-def _protect(path: str) -> None:
+def _protect(path: str, bound: set[str]) -> None:
     """Bind one file read-only, and its directories to themselves so that none can be renamed away."""
     parts = path.split("/")
     for depth in range(1, len(parts)):
         directory = f"{TESTBED}/{'/'.join(parts[:depth])}"
-        if not os.path.ismount(directory):
+        if directory not in bound:
             sc.mount(directory, directory, "", sc.MS_BIND | sc.MS_REC)
+            bound.add(directory)
     target = f"{TESTBED}/{path}"
     if os.path.isfile(target) and not os.path.islink(target):
         sc.mount(target, target, "", sc.MS_BIND)
@@ -199,5 +203,3 @@ def _become_nobody(job: Job) -> None:
 def _write(path: str, text: str) -> None:
     with open(path, "w") as file:
         file.write(text)
-
-

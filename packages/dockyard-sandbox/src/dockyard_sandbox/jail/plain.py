@@ -1,3 +1,5 @@
+# ruff: noqa: PTH
+# Between fork and exec pathlib costs more than it clarifies.
 """The two weaker levels: bubblewrap where it is installed, and no isolation at all."""
 
 from __future__ import annotations

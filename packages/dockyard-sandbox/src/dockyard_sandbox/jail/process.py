@@ -73,5 +73,3 @@ def reap_until(child: int, status_fd: int) -> None:
 def report(fd: int, message: dict[str, Any]) -> None:
     """Send one message to the supervisor; small enough to be atomic on a pipe."""
     os.write(fd, marshal.dumps(message))
-
-

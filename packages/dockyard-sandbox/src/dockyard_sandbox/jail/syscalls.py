@@ -68,7 +68,11 @@ def unshare(flags: int) -> None:
 def mount(source: str, target: str, kind: str, flags: int = 0, options: str = "") -> None:
     """mount(2). Raises OSError that names the target."""
     result = _libc.mount(
-        source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags), options.encode() or None
+        source.encode(),
+        target.encode(),
+        kind.encode() if kind else None,
+        ctypes.c_ulong(flags),
+        options.encode() or None,
     )
     _check(result, f"mount {kind or source} on {target}")
 

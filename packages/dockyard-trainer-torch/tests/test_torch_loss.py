@@ -1,0 +1,120 @@
+import numpy as np
+import pytest
+import torch
+
+from dockyard_core.loss import policy_loss as oracle
+from dockyard_core.loss_config import LossConfig
+from dockyard_trainer_torch.loss import TokenBatch, policy_loss
+
+GSPO = {"variant": "gspo", "clip_low": 0.05, "clip_high": 0.08}
+CONFIGS = [
+    {},
+    {"correction": "none"},
+    {"correction": "is"},
+    {"correction": "icepop", "correction_low": 0.8, "correction_high": 1.2},
+    {"correction": "seq_mask", "seq_low": 0.9, "seq_high": 1.1},
+    {"proximal": "bypass", "clip_low": 0.1, "clip_high": 0.28},
+    {"proximal": "given", "clip_low": 0.1, "clip_high": 0.28},
+    {"proximal": "given", "dual_clip": 1.2, "aggregation": "sequence"},
+    {"proximal": "given", "variant": "cispo", "cispo_max": 1.2},
+    {"proximal": "given", "variant": "reinforce", "aggregation": "dr_grpo", "max_tokens": 7},
+    {"proximal": "given", **GSPO},
+    GSPO | {"correction": "seq_mask", "seq_low": 0.9, "seq_high": 1.1, "dual_clip": 1.01, "proximal": "given"},
+    *[{"kl_coef": 0.2, "kl_estimator": k, "kl_max": m} for k in ("k2", "k3") for m in (None, 0.1)],
+    *[{"kl_coef": 0.2, "kl_estimator": k, "kl_gradient": "score", "proximal": "given"} for k in ("k1", "k3")],
+    {"entropy_coef": 0.05, "kl_coef": 0.1, "aggregation": "sequence"},
+]
+
+
+def make_arrays(seed: int, *, spread: float = 0.3) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shape = (5, 7)
+    logprobs = rng.normal(-1.5, 0.5, shape)
+    mask = rng.random(shape) < 0.7
+    mask[3] = False
+    return {
+        "logprobs": logprobs,
+        "sampled_logprobs": logprobs + rng.normal(0, spread, shape),
+        "proximal_logprobs": logprobs + rng.normal(0, spread, shape),
+        "ref_logprobs": logprobs + rng.normal(0, spread, shape),
+        "entropy": rng.uniform(0, 2, shape),
+        "advantages": rng.normal(0, 1, shape),
+        "loss_mask": mask,
+    }
+
+
+def torch_side(config: LossConfig, arrays: dict[str, np.ndarray], **counts: int):
+    mask = arrays["loss_mask"]
+    tensors = {name: torch.from_numpy(array[mask]) for name, array in arrays.items() if name != "loss_mask"}
+    tensors["logprobs"].requires_grad_()
+    tensors["entropy"].requires_grad_()
+    terms = policy_loss(
+        config,
+        TokenBatch(
+            logprobs_M=tensors["logprobs"],
+            sampled_logprobs_M=tensors["sampled_logprobs"],
+            proximal_logprobs_M=tensors["proximal_logprobs"],
+            ref_logprobs_M=tensors["ref_logprobs"],
+            entropy_M=tensors["entropy"],
+            advantages_M=tensors["advantages"],
+            sequence_M=torch.from_numpy(np.nonzero(mask)[0]),
+            num_rows=len(mask),
+        ),
+        **counts,
+    )
+    terms.loss.backward()
+    return terms, tensors
+
+
+def counts_of(config: LossConfig, mask: np.ndarray) -> dict[str, int]:
+    num_sequences = int(mask.any(axis=1).sum()) if config.effective_aggregation == "sequence" else len(mask)
+    return {"num_valid_tokens": int(mask.sum()), "num_sequences": num_sequences}
+
+
+@pytest.mark.parametrize("options", CONFIGS, ids=str)
+@pytest.mark.parametrize("spread", [0.05, 0.3, 40.0])
+def test_value_gradient_and_metrics_are_the_oracles(options, spread) -> None:
+    config = LossConfig(**options)
+    for seed in range(4):
+        arrays = make_arrays(seed, spread=spread)
+        given = arrays if config.proximal == "given" else arrays | {"proximal_logprobs": None}
+        wanted = oracle(config, **given)
+        mask = arrays["loss_mask"]
+        terms, tensors = torch_side(config, arrays, **counts_of(config, mask))
+        # With exponents at their clamp, e^20 cancels against itself in k3's gradient: eight digits go.
+        rtol = 1e-8 if spread > 1 else 1e-12
+        assert terms.loss.item() == pytest.approx(wanted.loss, rel=1e-12, abs=1e-12)
+        np.testing.assert_allclose(tensors["logprobs"].grad, wanted.grad[mask], rtol=rtol, atol=1e-13)
+        entropy_grad = tensors["entropy"].grad
+        if config.entropy_coef:
+            np.testing.assert_allclose(entropy_grad, wanted.entropy_grad[mask], rtol=1e-12)
+        else:
+            assert entropy_grad is None
+        for name, total in terms.sums.items():
+            if name != "num_tokens":
+                assert float(total) / mask.sum() == pytest.approx(wanted.metrics[name], rel=1e-9, abs=1e-12), name
+        assert float(terms.offpolicy_abs_diff_max) == pytest.approx(wanted.metrics["offpolicy_abs_diff_max"])
+
+
+@pytest.mark.parametrize("options", CONFIGS, ids=str)
+def test_no_trained_token_gives_zero_loss_and_an_empty_gradient(options) -> None:
+    arrays = make_arrays(0)
+    arrays["loss_mask"] = np.zeros_like(arrays["loss_mask"])
+    terms, tensors = torch_side(LossConfig(**options), arrays, num_valid_tokens=0, num_sequences=0)
+    assert terms.loss.item() == 0.0
+    assert tensors["logprobs"].grad.shape == (0,)
+    assert float(terms.offpolicy_abs_diff_max) == 0.0
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_the_gradient_flows_exactly_at_a_clip_edge_as_in_the_oracle(advantage) -> None:
+    # A range of no width around a ratio of 1: the only edge on which no rounding can be off.
+    config = LossConfig(proximal="given", correction="none", clip_low=0.0, clip_high=0.0)
+    one = np.full((1, 1), -1.0)
+    arrays = {name: one for name in make_arrays(0)} | {
+        "advantages": np.full((1, 1), advantage),
+        "loss_mask": np.ones((1, 1), bool),
+    }
+    _, tensors = torch_side(config, arrays, num_valid_tokens=1, num_sequences=1)
+    assert oracle(config, **arrays).grad[0, 0] == -advantage
+    assert float(tensors["logprobs"].grad) == -advantage
