@@ -50,7 +50,7 @@ def test_chunks_change_neither_values_nor_gradients(temperature, chunk_tokens, u
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     for one, other in zip(gradients(*got), gradients(*wanted), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=5e-5)
 
 
 def test_the_gradient_is_the_finite_difference_in_float64() -> None:

@@ -111,10 +111,25 @@ def test_the_gradient_flows_exactly_at_a_clip_edge_as_in_the_oracle(advantage) -
     # A range of no width around a ratio of 1: the only edge on which no rounding can be off.
     config = LossConfig(proximal="given", correction="none", clip_low=0.0, clip_high=0.0)
     one = np.full((1, 1), -1.0)
-    arrays = {name: one for name in make_arrays(0)} | {
+    arrays = dict.fromkeys(make_arrays(0), one) | {
         "advantages": np.full((1, 1), advantage),
         "loss_mask": np.ones((1, 1), bool),
     }
     _, tensors = torch_side(config, arrays, num_valid_tokens=1, num_sequences=1)
     assert oracle(config, **arrays).grad[0, 0] == -advantage
     assert float(tensors["logprobs"].grad) == -advantage
+
+
+def test_a_bounded_kl_keeps_its_value_in_float32_when_the_estimate_is_huge() -> None:
+    config = LossConfig(kl_coef=1.0, kl_max=0.1, correction="none")
+    logprobs_M = torch.tensor([-30.0], requires_grad=True)
+    tokens = TokenBatch(
+        logprobs_M=logprobs_M,
+        sampled_logprobs_M=torch.tensor([-30.0]),
+        ref_logprobs_M=torch.tensor([-0.5]),
+        advantages_M=torch.zeros(1),
+        sequence_M=torch.tensor([0]),
+        num_rows=1,
+    )
+    terms = policy_loss(config, tokens, num_valid_tokens=1, num_sequences=1)
+    assert terms.loss.item() == pytest.approx(0.1)

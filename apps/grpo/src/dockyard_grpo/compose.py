@@ -37,6 +37,14 @@ class Sender(Protocol):
         ...
 
 
+class Engine(Generator, Protocol):
+    """A generator whose processes this run owns."""
+
+    async def shutdown(self) -> None:
+        """End the engine and its processes."""
+        ...
+
+
 class SandboxServer(Protocol):
     """A sandbox server process that this run owns."""
 
@@ -117,14 +125,27 @@ def null_sink(chunk: WeightChunk) -> None:
     """Ranks other than 0 gather with the others and send nothing."""
 
 
-async def start_generator(config: Config, *, engine_index: int) -> Generator:
+async def start_generator(config: Config, *, engine_index: int) -> Engine:
     """Start the engine of `generation.backend` in this process."""
-    raise NotImplementedError
+    from dockyard_inference.vllm_engine.config import VllmConfig
+    from dockyard_inference.vllm_engine.generator import VllmGenerator
 
-
-async def stop_generator(generator: Generator) -> None:
-    """End an engine and its processes."""
-    raise NotImplementedError
+    section = config.generation
+    generator = VllmGenerator(
+        VllmConfig(
+            model=model_path(config),
+            dtype=config.policy.dtype,
+            max_model_len=section.max_model_len,
+            max_num_seqs=section.max_num_seqs,
+            kv_cache_gib=section.kv_cache_gib,
+            tensor_parallel_size=section.tensor_parallel_size,
+            enforce_eager=section.enforce_eager,
+            seed=config.run.seed * 1000 + engine_index,
+            num_threads=section.num_threads,
+        )
+    )
+    await generator.start()
+    return generator
 
 
 def build_sandbox_client(config: Config, url: str) -> Sandbox:

@@ -23,7 +23,7 @@ from dockyard_sandbox.repos import UnknownRepo
 from dockyard_sandbox.sharing import BoundedCache, SharedCalls
 from dockyard_sandbox.wire import MAX_BODY_BYTES, PATCH_TOO_LARGE, ReposRequest, TaskRequest, parse_submission
 
-_MAX_KEYS = 16_384
+_MAX_KEYS = 4096
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 Handler = Callable[[Request], Awaitable[Response]]
 

@@ -48,6 +48,7 @@ class SandboxClient:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             transport=transport,
             trust_env=False,
+            verify=base_url.startswith("https"),  # loading certificates costs more than a request
         )
 
     async def judge(self, task: Task, patch: str, *, attempt_id: str) -> Verdict:

@@ -9,6 +9,7 @@ workers   at most `workers` requests are being applied or run at once; `max_queu
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import subprocess
 import time
 import uuid
@@ -28,7 +29,7 @@ from dockyard_sandbox.sharing import BoundedCache, SharedCalls
 from dockyard_sandbox.wire import Count, TaskRequest, TaskResponse
 
 T = TypeVar("T")
-_CACHE_CAPACITY = 8192
+_CACHE_CAPACITY = 4096
 # Verdicts that another run of the same tree could change, through no fault of the tree.
 _NOT_CACHED = frozenset({VerdictStatus.INFRA_ERROR, VerdictStatus.TIMEOUT, VerdictStatus.INCOMPLETE})
 
@@ -73,7 +74,7 @@ class Executor:
         """Return the verdict on one request. Raises UnknownRepo, QueueFull."""
         began = time.monotonic()
         self.repos.resolve(request.repo)
-        key = (request.spec_hash(), request.model_patch)
+        key = (request.spec_hash(), hashlib.sha256(request.model_patch.encode()).digest())
         known = self._text_cache.get(key)
         if known is not None:
             return _respond(Outcome(verdict=replace(known, cached=True)), began)

@@ -25,6 +25,7 @@ from dockyard_sandbox.judge import RunResult
 from dockyard_sandbox.wire import Limits
 
 MAX_RECORD_BYTES = 32 * 1024 * 1024
+_RUNNER_DIRECTORY = "/opt/dockyard"
 _PACKAGE = Path(__file__).parent
 _BOOT = "import sys; sys.path.insert(0, sys.argv[2]); from jail.main import main; main(int(sys.argv[1]))"
 
@@ -83,9 +84,8 @@ class Jailer:
         self._environment = environment
         self._mount_point = scratch / "mnt"
         self._mount_point.mkdir(mode=0o755, exist_ok=True)
-        self._runner_directory = scratch / "runner"
-        self._runner_directory.mkdir(mode=0o755, exist_ok=True)
-        self._runner = self._runner_directory / "runner.pyc"
+        self._runner = scratch / "runner" / "runner.pyc"
+        self._runner.parent.mkdir(mode=0o755, exist_ok=True)
         py_compile.compile(str(_PACKAGE / "runner.py"), cfile=str(self._runner), dfile="runner.py", doraise=True)
         self._runner.chmod(0o644)
         self._lock = threading.Lock()
@@ -121,6 +121,7 @@ class Jailer:
             self._stop_launcher()
 
     def _write_job(self, fd: int, work: Workload) -> None:
+        runner = str(self._runner) if self.isolation.level == "unsafe" else f"{_RUNNER_DIRECTORY}/{self._runner.name}"
         runner_configuration = {"arguments": work.pytest_arguments, "import_paths": self._environment.import_paths}
         message = {
             "level": self.isolation.level,
@@ -129,13 +130,16 @@ class Jailer:
             "uid": self.isolation.uid,
             "bwrap": self.isolation.bwrap,
             "mount_point": str(self._mount_point),
-            "binds": [*self._environment.binds, str(self._runner_directory)],
+            "binds": [
+                *((path, path) for path in self._environment.binds),
+                (str(self._runner.parent), _RUNNER_DIRECTORY),
+            ],
             "lower": str(work.lower),
             "files": work.files,
             "deleted": work.deleted,
             "readonly": work.readonly,
             "argv": [
-                *(self._environment.python, "-P", "-s", "-B", str(self._runner)),
+                *(self._environment.python, "-P", "-s", "-B", runner),
                 json.dumps(runner_configuration),
             ],
             "env": run_environment(),

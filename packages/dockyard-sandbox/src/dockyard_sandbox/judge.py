@@ -101,6 +101,8 @@ def _status(run: RunResult, stream: RecordStream, all_good: bool) -> tuple[Verdi
         return VerdictStatus.INCOMPLETE, "the pytest session was interrupted"
     if all_good:
         return VerdictStatus.RESOLVED, "every deciding test has the status that its set demands"
+    if stream.num_memory_errors:
+        return VerdictStatus.OUT_OF_MEMORY, "a test ran out of limits.memory_mb"
     return VerdictStatus.UNRESOLVED, "a deciding test did not pass"
 
 

@@ -37,6 +37,7 @@ class RecordStream:
     exit_code: int | None
     """pytest's exit code; None when the end record is missing."""
     collect_errors: tuple[str, ...] = ()
+    num_memory_errors: int = 0
     contradictions: tuple[str, ...] = field(default=())
     """Findings that an honest runner cannot produce."""
 
@@ -68,6 +69,7 @@ def read_records(stream: bytes, *, trusted_files: Iterable[str]) -> RecordStream
         tests=tests,
         exit_code=records[ends[0]].end if ends else None,
         collect_errors=tuple(r.collect_error for r in records if r.collect_error is not None),
+        num_memory_errors=sum(r.raised == "MemoryError" for r in records),
         contradictions=tuple(dict.fromkeys([*contradictions, *found])),
     )
 

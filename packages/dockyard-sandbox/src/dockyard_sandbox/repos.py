@@ -36,13 +36,14 @@ class RepoStore:
         self._directory = root / "repos"
         self._directory.mkdir(parents=True, exist_ok=True)
         self._names_path = root / "repos.json"
+        self._names: dict[str, str] = json.loads(self._names_path.read_text()) if self._names_path.exists() else {}
         self._git = git
         self._guard = threading.Lock()
         self._commits: dict[tuple[str, str], str] = {}
 
     def names(self) -> dict[str, str]:
         """Registered name to path or URL."""
-        return json.loads(self._names_path.read_text()) if self._names_path.exists() else {}
+        return dict(self._names)
 
     def register(self, repos: Mapping[str, str]) -> None:
         """Add names; they outlive the server. Raises UnknownRepo when a source has no accepted form."""
@@ -53,11 +54,11 @@ class RepoStore:
             temporary = self._names_path.with_suffix(".new")
             temporary.write_text(json.dumps(merged, indent=1, sort_keys=True))
             temporary.replace(self._names_path)
+            self._names = merged
 
     def resolve(self, repo: str, *, registered: bool = True) -> str:
         """Return the source that ``repo`` means. Raises UnknownRepo."""
-        names = self.names() if registered else {}
-        source = names.get(repo, repo)
+        source = self._names.get(repo, repo) if registered else repo
         parts = urlsplit(source)
         if parts.scheme == "https" and parts.hostname and not parts.username:
             return source

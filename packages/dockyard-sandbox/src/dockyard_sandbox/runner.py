@@ -1,4 +1,4 @@
-# ruff: noqa: E402, PTH
+# ruff: noqa: E402, PTH109
 # The collector stops before the imports that it would slow down.
 """Runs inside the sandbox: pytest, with every outcome written to the record pipe.
 

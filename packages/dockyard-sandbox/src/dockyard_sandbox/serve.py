@@ -36,6 +36,7 @@ from dockyard_sandbox.wire import Limits
 
 _PROBE = "import os\n\n\ndef test_probe():\n    assert os.getcwd()\n"
 _SHUTDOWN_S = 5
+_KEEP_ALIVE_S = 75  # longer than any client keeps an idle connection, so that none is cut in use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,8 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ConfigError(f"--workers must be >= 1, got {self.workers}")
+        if set(str(self.root)) & set(":,\\"):
+            raise ConfigError(f"--root must have no ':', ',' or backslash (mount options), got {str(self.root)!r}")
         if self.token is None and not _is_loopback(self.host):
             raise ConfigError(f"--host {self.host} is public and needs --token-file; or bind 127.0.0.1")
 
@@ -138,7 +141,8 @@ def _probe(jailer: Jailer, tree: Path) -> str | None:
     run: RunResult = jailer.run(work, Cancellation())
     if run.end == "exited" and run.exit_code == 0:
         return None
-    return run.error or run.output.decode(errors="replace").strip()[-200:] or f"{run.end}, exit code {run.exit_code}"
+    output = " ".join(run.output.decode(errors="replace").split())[-200:]
+    return run.error or output or f"{run.end}, exit code {run.exit_code}"
 
 
 def _compile_pytest(tree: Path) -> None:
@@ -198,6 +202,7 @@ def serve(config: ServeConfig, announce: Callable[[str], None]) -> None:
             access_log=False,
             lifespan="on",
             timeout_graceful_shutdown=_SHUTDOWN_S,
+            timeout_keep_alive=_KEEP_ALIVE_S,
         )
         server = _Server(
             uvicorn_config, lambda: announce(f"dockyard-sandbox ready {url} isolation={executor.isolation}")

@@ -33,6 +33,8 @@ class TorchPolicyConfig(BaseModel):
     loss: LossConfig = LossConfig()
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Positions whose logits exist at one time: peak memory is this times the vocabulary."""
+    share_prefixes: bool = True
+    """Compute what several sequences of a micro-batch start with once; exact. One rank only."""
     num_threads: int | None = Field(default=None, ge=1)
     """Intra-op threads of the process; None = leave as it is."""
     seed: int = 0

@@ -50,9 +50,18 @@ class LossTerms:
     offpolicy_abs_diff_max: Tensor
 
 
+def _with_gradient_of(value_M: Tensor, source_M: Tensor) -> Tensor:
+    """``value_M`` with the gradient of ``source_M``.
+
+    The difference is exactly 0; ``source + (value - source).detach()`` would lose the value to
+    rounding when the source is huge, which is when it is clamped.
+    """
+    return value_M.detach() + (source_M - source_M.detach())
+
+
 def _clamped(exponent_M: Tensor) -> Tensor:
     """Clamp to ±20; the gradient passes through."""
-    return exponent_M + (exponent_M.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT) - exponent_M).detach()
+    return _with_gradient_of(exponent_M.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT), exponent_M)
 
 
 def _clipped_surrogate(config: LossConfig, ratio_M: Tensor, advantages_M: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +131,7 @@ def kl_estimate(config: LossConfig, logprobs_M: Tensor, ref_logprobs_M: Tensor) 
     d_M = _clamped(ref_logprobs_M - logprobs_M)
     kl_M = {"k1": lambda: -d_M, "k2": lambda: d_M.square() / 2, "k3": lambda: d_M.expm1() - d_M}[config.kl_estimator]()
     if config.kl_max is not None:
-        kl_M = kl_M + (kl_M.clamp(max=config.kl_max) - kl_M).detach()
+        kl_M = _with_gradient_of(kl_M.clamp(max=config.kl_max), kl_M)
     return kl_M
 
 

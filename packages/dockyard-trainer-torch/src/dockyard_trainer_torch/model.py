@@ -1,6 +1,7 @@
 """Loading a Hugging Face causal language model, and the one forward pass that training needs.
 
-Shape legend: B = rows, L = row length, M = trained positions of a micro-batch.
+Shape legend: B = rows, L = row length, D = hidden width, M = trained tokens of a micro-batch; P, N, S
+and U as in `layout`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dockyard_core.errors import ConfigError
+from dockyard_trainer_torch.layout import Layout, PackedLayout, PrefixLayout
 from dockyard_trainer_torch.logprobs import chunked_logprobs
 
 if TYPE_CHECKING:
@@ -107,26 +109,61 @@ class TokenScorer(nn.Module):
         self.causal_lm = causal_lm
         self.chunk_tokens = chunk_tokens
 
-    def forward(
-        self, token_ids_BL: Tensor, position_ids_BL: Tensor, targets_M: Tensor, *, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return (logprobs_M, entropy_M) of the tokens at flat indices ``targets_M`` of [B, L].
+    @property
+    def can_share_prefixes(self) -> bool:
+        """Whether every layer attends to all of the past, which `PrefixLayout` takes for granted."""
+        config = self.causal_lm.config
+        return all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or [])
 
-        ``position_ids_BL`` restart at 0 where a new sequence starts; with no attention mask at all
-        that is what keeps the sequences of a row apart, exactly. (An all-ones mask would not.)
+    def forward(self, layout: Layout, *, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return (logprobs_M, entropy_M) of the layout's trained tokens, float32, nats."""
+        causal_lm: Any = self.causal_lm
+        if isinstance(layout, PackedLayout):
+            hidden, targets = self._packed_hidden(layout), layout.target_ids_M
+        else:
+            hidden, targets = self._prefix_hidden(layout), layout.target_ids_U
+        if torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+        logprobs, entropy = chunked_logprobs(
+            hidden, causal_lm.lm_head.weight, targets, temperature=temperature, chunk_tokens=self.chunk_tokens
+        )
+        if isinstance(layout, PackedLayout):
+            return logprobs, entropy
+        return logprobs[layout.distinct_M], entropy[layout.distinct_M]
+
+    def _packed_hidden(self, layout: PackedLayout) -> Tensor:
+        """Hidden states [M, D] at the predicting positions.
+
+        Restarting position ids and no attention mask at all is what keeps the sequences of a row
+        apart, exactly. (An all-ones mask would not.)
         """
         causal_lm: Any = self.causal_lm
-        hidden_BLD = causal_lm.model(
-            input_ids=token_ids_BL, position_ids=position_ids_BL, attention_mask=None, use_cache=False
+        hidden_BLD: Tensor = causal_lm.model(
+            input_ids=layout.token_ids_BL,
+            position_ids=layout.position_ids_BL,
+            attention_mask=None,
+            use_cache=False,
         ).last_hidden_state
-        # Token t is predicted at t - 1; token 0 of a sequence is never trained, so t - 1 is in the row.
-        hidden_MD = hidden_BLD.flatten(0, 1)[targets_M - 1]
-        if torch.is_autocast_enabled(hidden_MD.device.type):
-            hidden_MD = hidden_MD.to(torch.get_autocast_dtype(hidden_MD.device.type))
-        return chunked_logprobs(
-            hidden_MD,
-            causal_lm.lm_head.weight,
-            token_ids_BL.flatten()[targets_M],
-            temperature=temperature,
-            chunk_tokens=self.chunk_tokens,
-        )
+        return hidden_BLD.flatten(0, 1)[layout.predictors_M]
+
+    def _prefix_hidden(self, layout: PrefixLayout) -> Tensor:
+        """Hidden states [U, D] at the predicting positions; gradients flow through the cached prefix."""
+        from transformers import DynamicCache
+
+        causal_lm: Any = self.causal_lm
+        cache = DynamicCache()
+        prefix_PLD: Tensor = causal_lm.model(
+            input_ids=layout.prefix_ids_PL, past_key_values=cache, use_cache=True
+        ).last_hidden_state
+        hidden = prefix_PLD.flatten(0, 1)
+        if layout.suffix_ids_NS.shape[1]:
+            cache.reorder_cache(layout.prefix_of_N)
+            suffix_NSD: Tensor = causal_lm.model(
+                input_ids=layout.suffix_ids_NS,
+                position_ids=layout.suffix_position_ids_NS,
+                attention_mask=layout.suffix_attention_mask,
+                past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state
+            hidden = torch.cat([hidden, suffix_NSD.flatten(0, 1)])
+        return hidden[layout.predictors_U]

@@ -1,6 +1,6 @@
 """Forward and backward over a shard's micro-batches; leaves summed gradients on the parameters.
 
-Shape legend: B = rows, L = row length, M = trained positions of a micro-batch.
+Shape legend: M = trained tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -10,69 +10,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from dockyard_core.batch import BatchShard, MicroBatch
+from dockyard_core.batch import BatchShard
 from dockyard_trainer_torch.config import TorchPolicyConfig
+from dockyard_trainer_torch.layout import TensorBatch, tensor_batch
 from dockyard_trainer_torch.loss import TokenBatch, policy_loss
 from dockyard_trainer_torch.model import TokenScorer
 from dockyard_trainer_torch.ranks import Ranks
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorBatch:
-    """A MicroBatch as tensors: the model's inputs in [B, L], the loss's at trained positions."""
-
-    token_ids_BL: Tensor
-    position_ids_BL: Tensor
-    targets_M: Tensor  # flat index into [B, L] of each trained token
-    sampled_logprobs_M: Tensor
-    advantages_M: Tensor
-    sequence_M: Tensor
-    num_rows: int
-
-
-def tensor_batch(micro_batch: MicroBatch, device: str) -> TensorBatch:
-    """Move a micro-batch to the device; masked slots are left behind here, whatever they hold."""
-    used = _used_length(micro_batch)
-    mask_BL = micro_batch.loss_mask_BL[:, :used]
-    targets_M = np.flatnonzero(mask_BL)
-    sequence_M = micro_batch.sequence_ids_BL[:, :used].reshape(-1)[targets_M]
-
-    def at_targets(array_BL: np.ndarray) -> Tensor:
-        values_M = array_BL[:, :used].reshape(-1)[targets_M].astype(np.float32)
-        return torch.from_numpy(values_M).to(device)
-
-    return TensorBatch(
-        token_ids_BL=torch.from_numpy(np.ascontiguousarray(micro_batch.token_ids_BL[:, :used])).to(device),
-        position_ids_BL=torch.from_numpy(_position_ids(micro_batch)[:, :used].copy()).to(device),
-        targets_M=torch.from_numpy(targets_M).to(device),
-        sampled_logprobs_M=at_targets(micro_batch.sampled_logprobs_BL),
-        advantages_M=at_targets(micro_batch.advantages_BL),
-        sequence_M=torch.from_numpy(sequence_M).to(device),
-        num_rows=int(sequence_M.max(initial=-1)) + 1,
-    )
-
-
-def _used_length(micro_batch: MicroBatch) -> int:
-    """Columns before the last one that is padding in every row, at least 1."""
-    used = np.flatnonzero((micro_batch.sequence_ids_BL >= 0).any(axis=0))
-    return int(used[-1]) + 1 if len(used) else 1
-
-
-def _position_ids(micro_batch: MicroBatch) -> np.ndarray:
-    """Position ids, not restarted at the padding when every row holds one sequence.
-
-    Causal attention never looks ahead at padding, so nothing is computed differently; without a
-    restart the model takes plain causal attention, which is faster than a mask per sequence.
-    """
-    ids_BL = micro_batch.sequence_ids_BL
-    has_one_each = bool(((ids_BL == ids_BL[:, :1]) | (ids_BL < 0)).all())
-    if has_one_each:
-        return np.broadcast_to(np.arange(ids_BL.shape[1]), ids_BL.shape)
-    return micro_batch.position_ids_BL
 
 
 def precision(config: TorchPolicyConfig) -> AbstractContextManager[Any]:
@@ -83,10 +29,16 @@ def precision(config: TorchPolicyConfig) -> AbstractContextManager[Any]:
     return autocast
 
 
+def _batches(scorer: TokenScorer, shard: BatchShard, config: TorchPolicyConfig, ranks: Ranks) -> Iterator[TensorBatch]:
+    # Ranks must call the model equally often, and a shared prefix is one more call.
+    share_prefixes = config.share_prefixes and ranks.world_size == 1 and scorer.can_share_prefixes
+    for micro_batch in shard.micro_batches:
+        yield tensor_batch(micro_batch, config.device, share_prefixes=share_prefixes)
+
+
 def score(scorer: TokenScorer, shard: BatchShard, config: TorchPolicyConfig, ranks: Ranks) -> Iterator[Tensor]:
     """Yield logprobs_M of each micro-batch, without gradient."""
-    for micro_batch in shard.micro_batches:
-        batch = tensor_batch(micro_batch, config.device)
+    for batch in _batches(scorer, shard, config, ranks):
         with torch.no_grad():
             logprobs_M, _ = _forward(scorer, batch, shard.temperature, config, ranks)
         yield logprobs_M
@@ -95,13 +47,11 @@ def score(scorer: TokenScorer, shard: BatchShard, config: TorchPolicyConfig, ran
 def _forward(
     scorer: TokenScorer, batch: TensorBatch, temperature: float, config: TorchPolicyConfig, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
-    if ranks.world_size == 1 and not len(batch.targets_M):
+    if ranks.world_size == 1 and not batch.num_tokens:
         nothing = torch.zeros(0, device=config.device)
         return nothing, nothing
     with precision(config):
-        logprobs_M, entropy_M = scorer(
-            batch.token_ids_BL, batch.position_ids_BL, batch.targets_M, temperature=temperature
-        )
+        logprobs_M, entropy_M = scorer(batch.layout, temperature=temperature)
     return logprobs_M, entropy_M
 
 
@@ -122,9 +72,8 @@ def forward_backward(
     loss_sum = torch.zeros((), device=config.device)
     drift_max = torch.zeros((), device=config.device)
     sums: dict[str, Tensor] = {}
-    for micro_batch in shard.micro_batches:
-        batch = tensor_batch(micro_batch, config.device)
-        if ranks.world_size == 1 and not len(batch.targets_M):
+    for batch in _batches(scorer, shard, config, ranks):
+        if ranks.world_size == 1 and not batch.num_tokens:
             continue
         logprobs_M, entropy_M = _forward(scorer, batch, shard.temperature, config, ranks)
         ref_logprobs_M = None

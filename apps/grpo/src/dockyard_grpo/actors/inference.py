@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from dockyard_core import Generator, GroupId, RolloutGroup, SamplingParams, Task
+from dockyard_core import GroupId, RolloutGroup, SamplingParams, Task
 from dockyard_core.agent import PatchAgent
 from dockyard_core.prompt import build_prompt
 from dockyard_core.refit import RefitEndpoint, RefitReport, RefitUpdate
@@ -35,7 +35,7 @@ class InferenceWorker:
         self._attempt = attempt
         self._sandbox_urls = tuple(sandbox_urls)
         self._tokenizer = HuggingFaceTokenizer(compose.model_path(config))
-        self._generator: Generator | None = None
+        self._generator: compose.Engine | None = None
         self._workers: dict[str, RolloutWorker] = {}
 
     async def start(self) -> int:
@@ -98,10 +98,10 @@ class InferenceWorker:
     async def stop(self) -> None:
         """End the engine and its processes."""
         if self._generator is not None:
-            await compose.stop_generator(self._generator)
+            await self._generator.shutdown()
 
     @property
-    def _engine(self) -> Generator:
+    def _engine(self) -> compose.Engine:
         assert self._generator is not None, "start() comes first"
         return self._generator
 

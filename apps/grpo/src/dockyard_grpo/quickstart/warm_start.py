@@ -2,9 +2,9 @@
 
     python -m dockyard_grpo.quickstart.warm_start --out policy
 
-Half of the problems are plain, and their target is an edit drawn evenly from the four plausible ones: they teach the
-form of a diff (which file, which lines, one piece replaced) and carry no signal about which edit is right. The other
-half has its issue in the invented jargon and the right edit as target: it builds the path from a word of the issue to
+At the end half of the problems are plain (one in ten at the start), and their target is an edit drawn evenly from the four plausible ones: they teach the
+form of a diff (which file, which lines, one piece replaced) and carry no signal about which edit is right. The others
+have their issue in the invented jargon and the right edit as target: it builds the path from a word of the issue to
 a filling, which the tests later connect to plain words. Only training names are drawn.
 
 The number of steps and the seed are fixed and nothing depends on the clock. One thread makes a rerun on the same
@@ -31,18 +31,19 @@ __all__ = ["NUM_STEPS", "build_model", "main", "train"]
 
 logger = logging.getLogger(__name__)
 
-NUM_STEPS = 3000
+NUM_STEPS = 5000
 BATCH_SIZE = 32
 MUON_LR = 0.02
 ADAM_LR = 4e-3
 WARMUP_STEPS = 30
-DECAY_SHARE = 0.5
+DECAY_SHARE = 0.75
 """The learning rates fall linearly to zero over this last share of the steps."""
 PROMPT_WEIGHT = 0.1
 """Weight of a prompt token in the loss; a diff token weighs 1."""
-JARGON_SHARE = 0.5
+JARGON_SHARES = (0.9, 0.5)
+"""Share of jargon problems at the first step and from half of the steps on; linear between."""
 SINGLE_FUNCTION_SHARE = 0.25
-SINGLE_FUNCTION_STEPS = 100
+SINGLE_FUNCTION_STEPS = 200
 """The first steps see modules of one function only."""
 
 Row = tuple[list[int], list[int]]
@@ -70,9 +71,14 @@ def build_model(vocab_size: int) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def draw_row(rng: random.Random, tokenizer: PreTrainedTokenizerFast, *, num_functions: int) -> Row:
+def jargon_share(step: int, num_steps: int) -> float:
+    """Return the probability that a problem of this step is jargon."""
+    first, last = JARGON_SHARES
+    return first + (last - first) * min(1.0, 2 * step / num_steps)
+
+
+def draw_row(rng: random.Random, tokenizer: PreTrainedTokenizerFast, *, num_functions: int, jargon: bool) -> Row:
     """Draw one problem and return (prompt ids, target diff ids with the end of sequence)."""
-    jargon = rng.random() < JARGON_SHARE
     problem = draw_problem(rng, num_functions=num_functions, jargon=jargon)
     filling = problem.function.right if jargon else rng.choice(problem.plausible_fillings)
     prompt_ids: list[int] = tokenizer(render_prompt(problem))["input_ids"]
@@ -102,7 +108,12 @@ def draw_batches(
     for step in range(num_steps):
         single = step < SINGLE_FUNCTION_STEPS or rng.random() < SINGLE_FUNCTION_SHARE
         num_functions = 1 if single else 2
-        yield collate([draw_row(rng, tokenizer, num_functions=num_functions) for _ in range(BATCH_SIZE)])
+        share = jargon_share(step, num_steps)
+        rows = [
+            draw_row(rng, tokenizer, num_functions=num_functions, jargon=rng.random() < share)
+            for _ in range(BATCH_SIZE)
+        ]
+        yield collate(rows)
 
 
 def rate(step: int, num_steps: int) -> float:

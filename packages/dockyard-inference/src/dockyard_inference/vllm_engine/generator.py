@@ -94,7 +94,9 @@ class VllmGenerator:
             output = (await self._run(prompt, params, request.request_id)).outputs[0]
         flat = output.logprobs
         logprobs = () if flat is None else tuple(flat.logprobs[start] for start in flat.start_indices)
-        spans = tuple(VersionSpan(_version_of(v), start, end) for v, start, end in output.weight_versions or ())
+        spans = tuple(
+            VersionSpan(_version_of(span.version), span.start, span.end) for span in output.weight_versions or ()
+        )
         return Completion(
             token_ids=tuple(output.token_ids),
             logprobs=logprobs,

@@ -1,4 +1,4 @@
-# ruff: noqa: PTH
+# ruff: noqa: PTH123
 # Between fork and exec pathlib costs more than it clarifies.
 """The launcher: receive jobs with their pipes, fork a supervisor for each, never block on one.
 

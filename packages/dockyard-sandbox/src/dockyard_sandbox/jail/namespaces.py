@@ -1,4 +1,4 @@
-# ruff: noqa: PTH
+# ruff: noqa: PTH101, PTH102, PTH103, PTH106, PTH108, PTH112, PTH113, PTH114, PTH115, PTH118, PTH120, PTH123, PTH208, PTH211
 # Between fork and exec pathlib costs more than it clarifies.
 """Pid 1 of a run: build the file system, give everything up, start the test process, reap.
 
@@ -55,10 +55,8 @@ def _build_root(job: Job) -> None:
     sc.mount("", "/", "", sc.MS_REC | sc.MS_PRIVATE)
     root = job["mount_point"]
     sc.mount("tmpfs", root, "tmpfs", sc.MS_NOSUID, "size=1m,mode=755")
+    _make_tree(root, job)  # before the binds: an interpreter may lie under /tmp
     _bind_system(root, job["binds"])
-    sc.make_readonly(root, recursive=True)
-    sc.mount("", root, "", sc.MS_REMOUNT | sc.MS_BIND | sc.MS_NOSUID)  # this tmpfs itself stays writable for now
-    _make_tree(root, job)
     for path in ("dev", "proc"):
         os.mkdir(f"{root}/{path}", 0o755)
     for name in _DEVICES:
@@ -77,32 +75,33 @@ def _build_root(job: Job) -> None:
     sc.mount("", "/", "", sc.MS_REMOUNT | sc.MS_BIND | sc.MS_RDONLY | sc.MS_NOSUID)
 
 
-def _bind_system(root: str, binds: list[str]) -> None:
+def _bind_system(root: str, binds: list[tuple[str, str]]) -> None:
     for name in _SYSTEM_DIRECTORIES:
         if os.path.islink(f"/{name}"):
             os.symlink(os.readlink(f"/{name}"), f"{root}/{name}")
         elif os.path.isdir(f"/{name}"):
-            _bind_directory(f"/{name}", root)
-    _bind_directory("/usr", root)
-    for path in binds:
-        if not path.startswith("/usr/"):
-            _bind_directory(path, root)
+            _bind_directory(f"/{name}", f"{root}/{name}")
+    _bind_directory("/usr", f"{root}/usr")
+    for source, target in binds:
+        if not source.startswith("/usr/"):
+            _bind_directory(source, root + target)
     os.makedirs(f"{root}/etc", exist_ok=True)
     for name in _ETC_FILES:
         source = os.path.realpath(f"/etc/{name}")
         if os.path.isdir(source):
-            os.mkdir(f"{root}/etc/{name}")
-            sc.mount(source, f"{root}/etc/{name}", "", sc.MS_BIND)
+            _bind_directory(source, f"{root}/etc/{name}")
         elif os.path.isfile(source):
             _bind_file(source, f"{root}/etc/{name}")
+            sc.make_readonly(f"{root}/etc/{name}", recursive=False)
     _write(f"{root}/etc/passwd", _PASSWD)
     _write(f"{root}/etc/group", _GROUP)
     _write(f"{root}/etc/hosts", "127.0.0.1 localhost\n::1 localhost\n")
 
 
-def _bind_directory(path: str, root: str) -> None:
-    os.makedirs(root + path, mode=0o755, exist_ok=True)
-    sc.mount(path, root + path, "", sc.MS_BIND | sc.MS_REC)
+def _bind_directory(source: str, target: str) -> None:
+    os.makedirs(target, mode=0o755, exist_ok=True)
+    sc.mount(source, target, "", sc.MS_BIND | sc.MS_REC)
+    sc.make_readonly(target, recursive=True)
 
 
 def _bind_file(source: str, target: str) -> None:

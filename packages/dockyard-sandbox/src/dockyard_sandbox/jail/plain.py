@@ -1,4 +1,4 @@
-# ruff: noqa: PTH
+# ruff: noqa: PTH102, PTH114, PTH115, PTH112, PTH123
 # Between fork and exec pathlib costs more than it clarifies.
 """The two weaker levels: bubblewrap where it is installed, and no isolation at all."""
 
@@ -41,14 +41,15 @@ def run_init(job: Job, fds: dict[str, int]) -> None:
 
 def _bwrap_command(job: Job, tree: str) -> list[str]:
     command = [job["bwrap"], "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    command += ["--tmpfs", "/tmp"]  # before the binds: an interpreter may lie there
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         if os.path.islink(f"/{name}"):
             command += ["--symlink", os.readlink(f"/{name}"), f"/{name}"]
         elif os.path.isdir(f"/{name}"):
             command += ["--ro-bind", f"/{name}", f"/{name}"]
-    for path in ("/usr", *job["binds"]):
-        command += ["--ro-bind", path, path]
-    command += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--bind", tree, TESTBED, "--chdir", TESTBED]
+    for source, target in (("/usr", "/usr"), *job["binds"]):
+        command += ["--ro-bind", source, target]
+    command += ["--proc", "/proc", "--dev", "/dev", "--bind", tree, TESTBED, "--chdir", TESTBED]
     for path in job["readonly"]:
         command += ["--ro-bind-try", f"{tree}/{path}", f"{TESTBED}/{path}"]
     for name, value in job["env"].items():
