@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from dockyard_core.loss import policy_loss
 from dockyard_core.loss_config import LossConfig
@@ -292,29 +291,6 @@ def test_the_entropy_bonus_is_reported_with_its_own_gradient() -> None:
     num_tokens = batch["loss_mask"].sum()
     assert out.loss == pytest.approx(without.loss - 0.1 * batch["entropy"][batch["loss_mask"]].mean())
     np.testing.assert_allclose(out.entropy_grad, np.where(batch["loss_mask"], -0.1 / num_tokens, 0.0))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "zero expected gradient"),
-        ({"kl_coef": 0.1, "kl_estimator": "k2", "kl_gradient": "score"}, "counts the gradient twice"),
-        ({"clip_low": 1.0}, "clip_low must be < 1"),
-        ({"dual_clip": 1.0}, "dual_clip must be > 1"),
-        ({"variant": "gspo"}, "needs its own clip range"),
-        ({"variant": "gspo", "clip_low": 3e-4}, "needs its own clip range"),
-        ({"variant": "cispo", "dual_clip": 3.0}, "dual_clip acts on"),
-        ({"variant": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "dr_grpo"}, "use 'sequence'"),
-        ({"aggregation": "dr_grpo"}, "divides by max_tokens"),
-        ({"correction_low": 3.0}, "correction_low must be <="),
-        ({"seq_low": 3.0}, "seq_low must be <="),
-        ({"kl_coef": float("nan")}, "finite"),
-        ({"clip_ratio": 0.2}, "Extra inputs"),
-    ],
-)
-def test_misleading_settings_are_refused(options, message) -> None:
-    with pytest.raises(ValidationError, match=message):
-        LossConfig(**options)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import uuid
@@ -12,11 +13,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from dockyard_core import Task, Verdict
 from dockyard_core.testing.sandbox_contract import SandboxCase
 from dockyard_sandbox import SandboxClient, ServerHandle, start_server
+from dockyard_sandbox.client import request_body
 
 OPS = """def add(a, b):
     return a - b
@@ -125,6 +128,15 @@ class Judge:
     def __call__(self, task: Task, patch: str, *, attempt_id: str | None = None) -> Verdict:
         return self.all(task, [patch], attempt_id=attempt_id)[0]
 
+    def post(self, content: Any, *, path: str = "/task/submit", **headers: str) -> httpx.Response:
+        """Send JSON, or bytes as they are."""
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        method = "PUT" if path == "/repos" else "POST"
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return httpx.request(
+            method, self.server.url + path, content=data, headers=named, timeout=120.0, trust_env=False
+        )
+
     def all(self, task: Task, patches: list[str], *, attempt_id: str | None = None) -> list[Verdict]:
         async def ask() -> list[Verdict]:
             async with SandboxClient(self.server.url, timeout_s=120.0) as client:
@@ -154,3 +166,8 @@ def judge(server: ServerHandle) -> Judge:
 @pytest.fixture(scope="session")
 def new_project() -> Any:
     return make_project
+
+
+@pytest.fixture(scope="session")
+def body() -> Any:
+    return request_body

@@ -51,18 +51,12 @@ PROCESS = [
     Attack("syntax error", {"calc/ops.py": "def add(:\n"}, (S.NO_TESTS_RAN,)),
     Attack("kills itself", at_import("import os\n\nos.kill(os.getpid(), 9)"), (S.INCOMPLETE,)),
     Attack("kills pid 1, with the fix", at_import("import os\n\nos.kill(1, 9)", FIX), (S.RESOLVED,)),
-    Attack("endless output", at_import("while True:\n    print('x' * 10000, flush=True)"), (S.OUTPUT_LIMIT,)),
     Attack("loop at import", at_import("while True:\n    pass"), (S.TIMEOUT,), timeout_s=1.5),
     Attack("stops itself", at_import("import os\n\nos.kill(os.getpid(), 19)"), (S.TIMEOUT,), timeout_s=1.5),
     Attack(
         "memory bomb",
         in_add("x = bytearray(1 << 40)"),
         (S.OUT_OF_MEMORY,),
-    ),
-    Attack(
-        "disk fill",
-        at_import("with open('/tmp/x', 'wb') as f:\n    while True:\n        f.write(bytes(1 << 20))"),
-        (S.NO_TESTS_RAN, S.INCOMPLETE),
     ),
     Attack("fake summary", at_import("print('2 passed in 0.01s')"), (S.UNRESOLVED,)),
     Attack("atexit", at_import("import atexit, os\n\natexit.register(os._exit, 0)"), (S.UNRESOLVED,)),
@@ -145,10 +139,26 @@ def test_a_daemon_ends_with_its_run(project: Any, judge: Any) -> None:
 
 def test_a_process_flood_is_bounded_and_leaves_nothing(project: Any, judge: Any) -> None:
     flood = "import os, time\n\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        time.sleep(1)"
-    verdict = judge(project.task(timeout_s=2.0), project.patch(at_import(f"{flood}  # flood-86414")))
+    name = "tests/test_flood_86414.py"
+    held_out = project.patch({name: "from calc.ops import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n"})
+    task = project.task(test_patch=held_out, fail_to_pass=(f"{name}::test_add",), timeout_s=2.0)
+    verdict = judge(task, project.patch(at_import(flood)))
     assert not verdict.is_resolved
     assert verdict.status.is_scorable
-    assert not processes_with("/opt/dockyard/runner.pyc")
+    assert not processes_with(name)
+
+
+def test_output_and_disk_are_bounded(project: Any, judge: Any, body: Any) -> None:
+    """pytest captures output on disk, so an endless writer meets the disk limit first, then the output limit."""
+    limits = {"disk_mb": 8, "output_kb": 64}
+    printing = at_import("while True:\n    print('x' * 10000)")
+    task = {**body(project.task(), project.patch(printing)), "limits": limits}
+    assert judge.post(task).json()["status"] == "output_limit"
+    filling = at_import("with open('/tmp/x', 'wb') as f:\n    while True:\n        f.write(bytes(1 << 16))")
+    task = {**body(project.task(), project.patch(filling)), "limits": limits}
+    reply = judge.post(task).json()
+    assert reply["status"] == "no_tests_ran"
+    assert "File too large" in reply["log"] or "No space left" in reply["log"]
 
 
 def test_the_network_is_out_of_reach(project: Any, judge: Any) -> None:
@@ -161,7 +171,7 @@ def test_host_files_are_out_of_reach(project: Any, judge: Any, tmp_path: Path) -
     secret = tmp_path / "secret"
     secret.write_text("token")
     secret.chmod(0o644)
-    probe = f"import os\nreturn os.path.exists({str(secret)!r}) or os.path.exists('/root/.ssh')"
+    probe = f"import os\nreturn os.path.exists({str(secret)!r}) or os.path.exists('/etc/shadow')"
     assert judge(project.task(), project.patch(conditional(probe))).status is S.UNRESOLVED
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from dockyard_core import ConfigError
 
@@ -11,10 +12,14 @@ class HuggingFaceTokenizer:
     """Text <-> token ids of the policy's own tokenizer."""
 
     def __init__(self, model: str) -> None:
-        from transformers import AutoTokenizer  # heavy: only processes that tokenise pay for it
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # heavy: only who tokenises pays
 
         try:
-            self._inner = AutoTokenizer.from_pretrained(model)
+            # AutoTokenizer picks a class by the model's family, which in transformers 5 builds its own
+            # pre-tokenizer and ignores the one in tokenizer.json: other ids, silently. The file decides.
+            has_file = (Path(model) / "tokenizer.json").is_file()
+            loader = PreTrainedTokenizerFast if has_file else AutoTokenizer
+            self._inner = loader.from_pretrained(model)
         except (OSError, ValueError) as error:
             first_line = str(error).splitlines()[0]
             raise ConfigError(f"policy.model must hold a tokenizer, got {model!r}: {first_line}") from error

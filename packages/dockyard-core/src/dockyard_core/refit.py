@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import prod
+from math import fsum, inf, isfinite, prod
 from typing import NamedTuple
 
 from dockyard_core.errors import WeightMismatch
@@ -146,3 +146,36 @@ def elements_per_layer(manifest: Iterable[TensorSpec]) -> dict[str, int]:
     for spec in manifest:
         counts[layer_of(spec.name)] += prod(spec.shape)
     return dict(counts)
+
+
+class ProbeDiff(NamedTuple):
+    """How far an engine's logprobs are from the trainer's at the same policy version, nats."""
+
+    abs_diff_mean: float
+    abs_diff_max: float
+    num_tokens: int
+
+
+def probe_diff(engine_logprobs: Iterable[Sequence[float]], trainer_logprobs: Iterable[Sequence[float]]) -> ProbeDiff:
+    """Compare what both sides give for the same tokens under the same version.
+
+    d_t = |engine_t - trainer_t|, mean and maximum over all tokens of all sequences. Differences
+    beyond the numeric noise of the dtype mean that the engine does not hold the trainer's weights.
+
+    Args:
+        engine_logprobs: one sequence [T-1] per probe text, from ``Generator.score``.
+        trainer_logprobs: the same positions, at temperature 1.
+
+    Raises:
+        ValueError: the two sides do not have the same shape, or there is nothing to compare.
+    """
+    diffs: list[float] = []
+    for number, (engine, trainer) in enumerate(zip(engine_logprobs, trainer_logprobs, strict=True)):
+        if len(engine) != len(trainer):
+            raise ValueError(f"probe {number}: {len(engine)} engine logprobs against {len(trainer)} of the trainer")
+        diffs += [abs(a - b) for a, b in zip(engine, trainer, strict=True)]
+    if not diffs:
+        raise ValueError("a probe needs at least one token, got none")
+    is_finite = all(isfinite(diff) for diff in diffs)
+    # max() may pass over a NaN; a probe must not.
+    return ProbeDiff(fsum(diffs) / len(diffs), max(diffs), len(diffs)) if is_finite else ProbeDiff(inf, inf, len(diffs))

@@ -6,7 +6,7 @@ Needs torch, not an inference engine; arrays cross by DLPack, so the trainer may
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from dockyard_core.errors import RefitTimeout, WeightMismatch
 from dockyard_core.policy import WeightChunk, WeightSink
 from dockyard_core.refit import DIGEST_BYTES, Bucket, RefitEndpoint, RefitUpdate, TensorSpec, plan_buckets
-
 from dockyard_inference.refit.group import NO, OK, Board, Deadline, broadcast, digest_of, open_group, plan_id
 
 if TYPE_CHECKING:
@@ -187,7 +186,7 @@ class _Packer:
 
     def __init__(self, sender: CollectiveSender, update: RefitUpdate, deadline: Deadline) -> None:
         self.buckets = plan_buckets(update.manifest, update.bucket_bytes)
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._sender, self._update, self._deadline = sender, update, deadline
         self._specs = iter(update.manifest)
         self._number = 0

@@ -52,9 +52,14 @@ class Api:
     def __init__(self, executor: Executor, token: str | None) -> None:
         self._executor = executor
         self._token = token
+        self._stopping = asyncio.Event()
         self._stored: BoundedCache[_Stored] = BoundedCache(_MAX_KEYS)
         self._bodies: dict[str, str] = {}  # Idempotency-Key in flight -> hash of its body
         self._in_flight: SharedCalls[dict[str, Any]] = SharedCalls()
+
+    def stop(self) -> None:
+        """Answer what is still in flight with 503 and cancel its runs."""
+        self._stopping.set()
 
     def application(self, lifespan: Lifespan) -> Starlette:
         """Return the ASGI application."""
@@ -88,7 +93,8 @@ class Api:
 
     async def _ready(self, request: Request) -> Response:
         executor = self._executor
-        return JSONResponse({"status": "ready", "isolation": executor.isolation, "workers": executor.workers})
+        state = {"status": "ready", "isolation": executor.isolation, "workers": executor.workers}
+        return JSONResponse({**state, "num_executions": executor.num_executions})
 
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"name": "dockyard-sandbox", "version": version("dockyard-sandbox")})
@@ -110,7 +116,27 @@ class Api:
         except ValidationError as error:
             raise _refusal(error) from error
         work = self._judge_keyed(request.headers.get("idempotency-key"), body, tasks, is_batch)
-        return JSONResponse(await _unless_disconnected(request, work))
+        return JSONResponse(await self._unless_ended(request, work))
+
+    async def _unless_ended(self, request: Request, work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+        """Await ``work``; cancel it when the client goes away or the server stops."""
+
+        async def gone() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        working = asyncio.ensure_future(work)
+        ends = [asyncio.ensure_future(gone()), asyncio.ensure_future(self._stopping.wait())]
+        try:
+            await asyncio.wait({working, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                working.cancel()
+                await asyncio.wait([working])
+                raise RequestRefused(503, "", "the server is stopping" if ends[1].done() else "the client went away")
+            return working.result()
+        finally:
+            for future in (working, *ends):
+                future.cancel()
 
     async def _judge_keyed(
         self, key: str | None, body: bytes, tasks: list[TaskRequest], is_batch: bool
@@ -174,21 +200,3 @@ def _refusal(error: ValidationError) -> RequestRefused:
     first = error.errors(include_url=False, include_context=False)[0]
     status = 413 if first["type"] == PATCH_TOO_LARGE else 422
     return RequestRefused(status, ".".join(str(part) for part in first["loc"]), first["msg"])
-
-
-async def _unless_disconnected(request: Request, work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-    """Await ``work``, but cancel it when the client goes away: nobody would read the verdict."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            working.cancel()
-        return await working
-    finally:
-        working.cancel()
-        watching.cancel()

@@ -49,6 +49,7 @@ def start_server(
     host: str = "127.0.0.1",
     port: int = 0,
     workers: int | None = None,
+    max_queue: int | None = None,
     min_isolation: str | None = None,
     token_file: Path | str | None = None,
     timeout_s: float = 60.0,
@@ -58,6 +59,7 @@ def start_server(
     Args:
         root: directory of its repositories and trees; what it writes to stderr goes to ``serve.log`` there.
         workers: tests run at once; None = the number of CPUs.
+        max_queue: tasks that may wait for a worker; None = the server's default.
         min_isolation: None = the strongest level that the machine gives.
         timeout_s: how long it may take to be ready.
 
@@ -68,7 +70,12 @@ def start_server(
     root.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-P", "-m", "dockyard_sandbox.cli", "serve", "--die-with-parent"]
     command += ["--host", host, "--port", str(port), "--root", str(root)]
-    for name, value in (("workers", workers), ("min-isolation", min_isolation), ("token-file", token_file)):
+    for name, value in (
+        ("workers", workers),
+        ("max-queue", max_queue),
+        ("min-isolation", min_isolation),
+        ("token-file", token_file),
+    ):
         if value is not None:
             command += [f"--{name}", str(value)]
     log_path = root / "serve.log"

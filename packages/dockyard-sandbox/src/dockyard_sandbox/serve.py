@@ -35,7 +35,8 @@ from dockyard_sandbox.trees import TreeStore
 from dockyard_sandbox.wire import Limits
 
 _PROBE = "import os\n\n\ndef test_probe():\n    assert os.getcwd()\n"
-_SHUTDOWN_S = 5
+_GRACE_S = 1.0  # what runs in flight get to finish after a stop signal
+_SHUTDOWN_S = 10
 _KEEP_ALIVE_S = 75  # longer than any client keeps an idle connection, so that none is cut in use
 
 
@@ -157,9 +158,10 @@ def _compile_pytest(tree: Path) -> None:
 class _Server(uvicorn.Server):
     """uvicorn that announces itself, and whose end is an exit code rather than a signal."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None], on_stop: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_ready = on_ready
+        self._on_stop = on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
@@ -173,12 +175,19 @@ class _Server(uvicorn.Server):
         yield
 
     def _stop(self) -> None:
-        self.should_exit = True
+        if not self.should_exit:
+            self.should_exit = True
+            asyncio.get_running_loop().call_later(_GRACE_S, self._on_stop)
 
     def stop_with(self, parent: int) -> None:
         """Stop in order when the process ``parent`` ends, however it ends."""
-        pidfd = os.pidfd_open(parent)
-        asyncio.get_running_loop().add_reader(pidfd, self._stop)
+        loop, pidfd = asyncio.get_running_loop(), os.pidfd_open(parent)
+
+        def ended() -> None:
+            loop.remove_reader(pidfd)
+            self._stop()
+
+        loop.add_reader(pidfd, ended)
 
 
 def serve(config: ServeConfig, announce: Callable[[str], None]) -> None:
@@ -195,8 +204,9 @@ def serve(config: ServeConfig, announce: Callable[[str], None]) -> None:
 
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        api = Api(executor, config.token)
         uvicorn_config = uvicorn.Config(
-            Api(executor, config.token).application(lifespan),
+            api.application(lifespan),
             loop="asyncio",
             log_level="error",
             access_log=False,
@@ -205,7 +215,9 @@ def serve(config: ServeConfig, announce: Callable[[str], None]) -> None:
             timeout_keep_alive=_KEEP_ALIVE_S,
         )
         server = _Server(
-            uvicorn_config, lambda: announce(f"dockyard-sandbox ready {url} isolation={executor.isolation}")
+            uvicorn_config,
+            on_ready=lambda: announce(f"dockyard-sandbox ready {url} isolation={executor.isolation}"),
+            on_stop=api.stop,
         )
         server.run(sockets=[listener])
 

@@ -2,10 +2,10 @@
 
     python -m dockyard_grpo.quickstart.warm_start --out policy
 
-At the end half of the problems are plain (one in ten at the start), and their target is an edit drawn evenly from the four plausible ones: they teach the
-form of a diff (which file, which lines, one piece replaced) and carry no signal about which edit is right. The others
-have their issue in the invented jargon and the right edit as target: it builds the path from a word of the issue to
-a filling, which the tests later connect to plain words. Only training names are drawn.
+Plain problems, one in ten at the start and half of them in the end, have as target an edit drawn evenly from the four
+plausible ones: they teach the form of a diff (which file, which lines, one piece replaced) and carry no signal about
+which edit is right. The others have their issue in the invented jargon and the right edit as target: they build the
+path from a word of the issue to a filling, which the tests later connect to plain words. Only training names are drawn.
 
 The number of steps and the seed are fixed and nothing depends on the clock. One thread makes a rerun on the same
 machine and library versions equal bit for bit.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from dockyard_core.refit import (
     layer_of,
     plan_buckets,
 )
-
 from dockyard_inference.refit.group import NO, OK, Board, Deadline, broadcast, digest_of, open_group, plan_id
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class BucketReceiver:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.rank = -1
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._board: Board | None = None
         self._group: Any = None
         self._num_updates = 0
@@ -75,7 +74,7 @@ class BucketReceiver:
         board = self._joined(update)
         self._deadline = Deadline(update.timeout_s)
         self._num_updates += 1
-        self.seconds = Counter()
+        self.seconds = defaultdict(float)
         try:
             check_bijection(update.manifest, held, policy_version=update.policy_version)
         except WeightMismatch as error:

@@ -35,8 +35,9 @@ class VllmConfig(BaseModel):
     policy_version: int = Field(default=0, ge=0)
     """Version of the checkpoint's weights."""
     incarnation: int = Field(default=0, ge=0)
-    num_threads: int | None = Field(default=None, ge=1)
-    """OpenMP threads of the engine on a CPU; None leaves ``OMP_NUM_THREADS`` as it is."""
+    num_threads: int = Field(default=1, ge=1)
+    """OpenMP threads of the engine. On a CPU: 1 for a model of a few million parameters, up to the
+    number of idle cores for larger ones; more threads than idle cores is slower by far."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's ``AsyncEngineArgs``, by name."""
 

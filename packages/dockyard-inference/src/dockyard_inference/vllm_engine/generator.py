@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from dockyard_core.errors import EngineDead, GeneratorError, RefitError, RefitTimeout, WeightMismatch
 from dockyard_core.generator import Completion, EngineHealth, GenerateRequest, PauseMode, VersionSpan
 from dockyard_core.refit import RefitEndpoint, RefitReport, RefitUpdate
-
 from dockyard_inference.fence import Fence
 from dockyard_inference.vllm_engine.config import VllmConfig
 from dockyard_inference.vllm_engine.launch import start_engine, stop_engine
@@ -59,7 +60,7 @@ class VllmGenerator:
             self._engine = await asyncio.to_thread(start_engine, self.config)
         except RuntimeError as error:
             raise GeneratorError(f"vLLM did not start for {self.config.model}: {error}") from error
-        await self._engine.update_weight_version(self._label(self._incarnation, self._version))
+        await self._running().update_weight_version(self._label(self._incarnation, self._version))
 
     async def shutdown(self) -> None:
         """End the engine's processes; live requests return with ``finish_reason="abort"``."""
@@ -70,6 +71,8 @@ class VllmGenerator:
         if self._live and not engine.errored:
             await engine.abort(list(self._live))
         await asyncio.to_thread(stop_engine, engine)
+        del engine
+        gc.collect()  # its finalizer fails once the interpreter has begun to exit
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion."""
@@ -198,7 +201,7 @@ class VllmGenerator:
             if not self._is_paused:
                 await engine.resume_generation()
             marks.append(time.perf_counter())
-        pause, _, commit, resume = (b - a for a, b in zip(marks, marks[1:], strict=False))
+        pause, _, commit, resume = (b - a for a, b in pairwise(marks))
         return reports, {"pause": pause, "commit": commit, "resume": resume}
 
     def _attested(self, reports: list[Any], update: RefitUpdate) -> dict[str, Any]:
@@ -213,13 +216,11 @@ class VllmGenerator:
         return dict(max(reports, key=lambda report: sum(report["seconds"].values())))
 
     async def _run(self, prompt: Any, params: Any, request_id: str) -> Any:
-        output = None
         with _engine_errors():
-            async for output in self._running().generate(prompt, params, request_id):
-                pass
-        if output is None:
+            outputs = [output async for output in self._running().generate(prompt, params, request_id)]
+        if not outputs:
             raise GeneratorError(f"{request_id} ended without an output")
-        return output
+        return outputs[-1]
 
     @asynccontextmanager
     async def _admitted(self, request_id: str) -> AsyncIterator[None]:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from dockyard_core.errors import RefitError, WeightMismatch
-from dockyard_core.refit import RefitEndpoint, RefitUpdate, TensorSpec
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
+from dockyard_core.errors import RefitError, WeightMismatch
+from dockyard_core.refit import RefitEndpoint, RefitUpdate, TensorSpec
 from dockyard_inference.refit.checkpoint import held_tensors
 from dockyard_inference.refit.receiver import BucketReceiver, LoadCounter
 from dockyard_inference.vllm_engine.owner import die_with

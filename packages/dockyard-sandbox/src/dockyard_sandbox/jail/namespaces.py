@@ -19,7 +19,7 @@ INSIDE_ID = 1000
 _SYSTEM_DIRECTORIES = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _ETC_FILES = ("ld.so.cache", "localtime", "alternatives")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-_PASSWD = "root:x:0:0:root:/root:/bin/sh\nsandbox:x:1000:1000:sandbox:/tmp:/bin/sh\n"
+_PASSWD = "root:x:0:0:root:/:/bin/sh\nsandbox:x:1000:1000:sandbox:/tmp:/bin/sh\n"
 _GROUP = "root:x:0:\nsandbox:x:1000:\n"
 
 

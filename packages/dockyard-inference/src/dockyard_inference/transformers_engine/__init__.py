@@ -1,0 +1,1 @@
+"""A small exact engine on Hugging Face models, behind the ``Generator`` protocol."""

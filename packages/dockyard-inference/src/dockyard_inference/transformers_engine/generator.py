@@ -1,0 +1,281 @@
+"""``TransformersGenerator``: a Hugging Face model behind core's ``Generator`` protocol.
+
+One thread computes; between two tokens the event loop admits, pauses and refits. It is exact and
+small, not fast: for tests, tiny policies and machines that vLLM has no wheel for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from dockyard_core.errors import EngineDead, GeneratorError, RefitError, WeightMismatch
+from dockyard_core.generator import Completion, EngineHealth, GenerateRequest, PauseMode
+from dockyard_core.refit import RefitEndpoint, RefitReport, RefitUpdate
+from dockyard_inference.fence import Fence
+from dockyard_inference.refit.receiver import BucketReceiver, LoadCounter
+from dockyard_inference.transformers_engine.cohort import Cohort, LiveSequence
+from dockyard_inference.transformers_engine.config import TransformersConfig
+
+_T = TypeVar("_T")
+
+
+class TransformersGenerator:
+    """One Hugging Face model. All methods belong to the event loop that called ``start``."""
+
+    def __init__(self, config: TransformersConfig) -> None:
+        self.config = config
+        self._version, self._incarnation = config.policy_version, config.incarnation
+        self._model: Any = None
+        self._receiver: BucketReceiver | None = None
+        self._rng: Any = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dockyard-transformers")
+        self._server: asyncio.Task[None] | None = None
+        self._fence = Fence()
+        self._between_tokens = asyncio.Lock()
+        self._work = asyncio.Event()
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
+        self._waiting: list[LiveSequence] = []
+        self._cohorts: list[Cohort] = []
+        self._results: dict[str, asyncio.Future[Completion]] = {}
+
+    @property
+    def version(self) -> int:
+        """The last policy version that was committed."""
+        return self._version
+
+    async def start(self) -> None:
+        """Load the checkpoint. Raises GeneratorError if it cannot be read."""
+        await self._compute(self._load)
+        self._server = asyncio.create_task(self._serve())
+        self._server.add_done_callback(self._fail_live)
+
+    async def shutdown(self) -> None:
+        """Stop sampling; live requests return with ``finish_reason="abort"``."""
+        self._fence.break_("the engine was shut down")
+        server, self._server = self._server, None
+        if server is not None:
+            async with self._between_tokens:
+                server.cancel()
+            await asyncio.gather(server, return_exceptions=True)
+        self._abort_all()
+        if self._receiver is not None:
+            self._receiver.close()
+        self._thread.shutdown(wait=True)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion."""
+        await self._fence.passed()
+        self._check_running()
+        room = self.config.max_model_len - len(request.prompt_token_ids)
+        if not request.prompt_token_ids or room < 1:
+            raise GeneratorError(
+                f"a prompt must have 1 to max_model_len - 1 = {self.config.max_model_len - 1} tokens, "
+                f"{request.request_id} has {len(request.prompt_token_ids)}"
+            )
+        if request.request_id in self._results:
+            raise GeneratorError(f"request_id must be unique among live requests, {request.request_id} is not")
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        sequence = LiveSequence(request, min(request.sampling.max_new_tokens, room), self._own_rng(request))
+        self._results[request.request_id] = future
+        self._waiting.append(sequence)
+        self._work.set()
+        try:
+            return await future
+        finally:
+            self._results.pop(request.request_id, None)
+            sequence.finish_reason = sequence.finish_reason or "abort"
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Logprobs at temperature 1 of tokens 1..T-1; T <= ``max_model_len``."""
+        await self._fence.passed()
+        self._check_running()
+        if len(token_ids) > self.config.max_model_len:
+            raise GeneratorError(f"score takes at most {self.config.max_model_len} tokens, got {len(token_ids)}")
+        async with self._between_tokens:
+            self._fence.check()
+            return await self._compute(lambda: _score(self._model, token_ids))
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop sampling and drop cached keys and values."""
+        if mode == "wait" and self._results:
+            await asyncio.wait(list(self._results.values()))
+        self._unpaused.clear()
+        async with self._between_tokens:
+            self._drop_caches()
+            if mode == "abort":
+                self._abort_all()
+
+    async def resume(self) -> None:
+        """Go on sampling. Raises GeneratorError while a failed refit fences the engine."""
+        self._fence.check()
+        self._unpaused.set()
+
+    async def connect_refit(self, endpoint: RefitEndpoint) -> None:
+        """Join the sender's group; the sender's ``connect`` must run meanwhile."""
+        self._check_running()
+        async with self._between_tokens:
+            await self._compute(lambda: self._joined().connect(endpoint, endpoint.rank_offset))
+
+    async def refit(self, update: RefitUpdate) -> RefitReport:
+        """Take the announced weights in one transaction; see ``Generator.refit``.
+
+        A refused manifest changes nothing: the engine goes on with the version it holds. After any
+        later failure it is fenced until another refit succeeds.
+        """
+        self._check_running()
+        receiver = self._joined()
+        async with self._fence.transaction(f"refit to policy version {update.policy_version}") as transaction:
+            started = time.perf_counter()
+            async with self._between_tokens:
+                await self._compute(lambda: receiver.prepare(update, self._held()))
+                transaction.begin()
+                paused = time.perf_counter()
+                counter = await self._compute(lambda: self._receive(update))
+                self._drop_caches()
+                self._version, self._incarnation = update.policy_version, update.incarnation
+                transaction.commit()
+            self._work.set()
+        total = time.perf_counter() - started
+        return RefitReport(
+            policy_version=update.policy_version,
+            num_tensors=counter.num_tensors,
+            num_elements=sum(counter.per_layer.values()),
+            num_bytes=counter.num_bytes,
+            elements_per_layer=dict(counter.per_layer),
+            seconds={**receiver.seconds, "pause": paused - started, "total": total},
+        )
+
+    async def health(self) -> EngineHealth:
+        """Whether the engine lives, and at which version."""
+        is_alive = self._server is not None and not self._server.done()
+        return EngineHealth(is_alive, self._version, len(self._results), self._fence.reason)
+
+    async def _serve(self) -> None:
+        """One token for every cohort, again and again; admits between two rounds."""
+        while True:
+            await self._work.wait()
+            await self._unpaused.wait()
+            await asyncio.sleep(self.config.batch_window_s if self._waiting else 0)
+            async with self._between_tokens:
+                if self._fence.reason:
+                    self._work.clear()
+                if self._fence.reason or not self._unpaused.is_set():
+                    continue
+                self._admit()
+                for cohort in list(self._cohorts):
+                    await self._step(cohort)
+                if not self._cohorts and not self._waiting:
+                    self._work.clear()
+
+    async def _step(self, cohort: Cohort) -> None:
+        cohort.sequences = [sequence for sequence in cohort.sequences if sequence.finish_reason is None]
+        if cohort.sequences:
+            version = self._version
+            for sequence in await self._compute(lambda: cohort.step(version, self._rng)):
+                self._deliver(sequence)
+        if not cohort.sequences:
+            self._cohorts.remove(cohort)
+
+    def _admit(self) -> None:
+        num_free = self.config.max_num_seqs - sum(len(cohort.sequences) for cohort in self._cohorts)
+        ready = [sequence for sequence in self._waiting if sequence.finish_reason is None]
+        admitted, self._waiting = ready[:num_free], ready[max(0, num_free) :]
+        if admitted:
+            self._cohorts.append(Cohort(self._model, admitted))
+
+    def _deliver(self, sequence: LiveSequence) -> None:
+        future = self._results.get(sequence.request.request_id)
+        if future is not None and not future.done():
+            future.set_result(sequence.to_completion())
+
+    def _abort_all(self) -> None:
+        for sequence in [*self._waiting, *(s for cohort in self._cohorts for s in cohort.sequences)]:
+            self._deliver(sequence)
+        self._waiting, self._cohorts = [], []
+
+    def _fail_live(self, server: asyncio.Task[None]) -> None:
+        """A server that ended by itself takes its requests along."""
+        if not server.cancelled() and (error := server.exception()) is not None:
+            for future in self._results.values():
+                if not future.done():
+                    future.set_exception(EngineDead(f"the engine stopped: {error!r}"))
+
+    def _drop_caches(self) -> None:
+        for cohort in self._cohorts:
+            cohort.drop_cache()
+
+    def _receive(self, update: RefitUpdate) -> LoadCounter:
+        import torch
+
+        receiver, counter, parameters = self._joined(), LoadCounter(), dict(self._model.named_parameters())
+        is_in_step, failure = False, None
+        try:
+            with torch.no_grad():
+                for tensors in receiver.receive(update):
+                    started = time.perf_counter()
+                    for name, tensor in tensors:
+                        parameters[name].copy_(tensor)
+                    counter.add(tensors)
+                    receiver.seconds["load"] += time.perf_counter() - started
+            counter.check(update)
+            is_in_step = True
+        except RefitError as error:
+            failure, is_in_step = error, isinstance(error, WeightMismatch)
+            raise
+        finally:
+            receiver.report(failure)
+            if not is_in_step:
+                receiver.close()
+        return counter
+
+    def _load(self) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                self.config.model,
+                dtype=getattr(torch, self.config.dtype),
+                trust_remote_code=self.config.trust_remote_code,
+            )
+        except OSError as error:
+            raise GeneratorError(f"cannot load {self.config.model}: {error}") from error
+        self._model = model.to(self.config.device).eval()
+        self._receiver = BucketReceiver(self._model.device)
+        self._rng = torch.Generator(device=self._model.device)
+        self._rng.manual_seed(self.config.seed)
+
+    def _own_rng(self, request: GenerateRequest) -> Any:
+        import torch
+
+        seed = request.sampling.seed
+        return None if seed is None else torch.Generator(device=self._model.device).manual_seed(seed)
+
+    def _held(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
+
+    def _joined(self) -> BucketReceiver:
+        if self._receiver is None:
+            raise EngineDead("the engine is not running: call start() first")
+        return self._receiver
+
+    def _check_running(self) -> None:
+        if self._server is None or self._server.done():
+            raise EngineDead("the engine is not running: call start() first")
+
+    async def _compute(self, function: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+
+def _score(model: Any, token_ids: Sequence[int]) -> tuple[float, ...]:
+    import torch
+
+    ids = torch.tensor([list(token_ids)], device=model.device)
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(input_ids=ids).logits[0, :-1].float(), dim=-1)
+    return tuple(logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist())

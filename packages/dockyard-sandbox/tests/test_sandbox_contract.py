@@ -1,0 +1,31 @@
+"""The client and server together are a `dockyard_core.Sandbox`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from dockyard_core import Sandbox
+from dockyard_core.testing.sandbox_contract import SandboxCase, SandboxContract
+from dockyard_sandbox import SandboxClient, ServerHandle
+
+
+class TestSandboxClientContract(SandboxContract):
+    @pytest.fixture(autouse=True)
+    def _use(self, project: Any, server: ServerHandle) -> None:
+        self._project, self._server = project, server
+
+    def make_case(self) -> SandboxCase:
+        case: SandboxCase = self._project.case()
+        return case
+
+    def open_sandbox(self) -> AbstractAsyncContextManager[Sandbox]:
+        @asynccontextmanager
+        async def opened() -> AsyncIterator[Sandbox]:
+            async with SandboxClient(self._server.url, timeout_s=120.0) as client:
+                yield client
+
+        return opened()

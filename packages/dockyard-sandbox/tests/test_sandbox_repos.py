@@ -1,0 +1,197 @@
+"""Where repositories come from, and agreement with pytest run by hand."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dockyard_core import VerdictStatus
+
+
+def test_every_kind_of_source_gives_the_same_verdict(project: Any, judge: Any, tmp_path: Path) -> None:
+    bare, bundle = tmp_path / "bare.git", tmp_path / "calc.bundle"
+    project.git("clone", "--quiet", "--bare", str(project.path), str(bare))
+    project.git("bundle", "create", "--quiet", str(bundle), "HEAD", "--all")
+    for source in (str(bare), str(bundle), f"file://{project.path}"):
+        assert judge(project.task(repo=source), project.gold()).status is VerdictStatus.RESOLVED, source
+
+
+def test_a_commit_made_after_the_clone_is_fetched(new_project: Any, judge: Any, tmp_path: Path) -> None:
+    project = new_project(tmp_path / "growing")
+    assert judge(project.task(), project.gold()).status is VerdictStatus.RESOLVED
+    fixed = (project.path / "calc" / "ops.py").read_text().replace("a - b", "a + b")
+    (project.path / "calc" / "ops.py").write_text(fixed)
+    project.git("commit", "--quiet", "--all", "--message", "fix")
+    head = project.git("rev-parse", "HEAD").strip()
+    project.git("reset", "--quiet", "--hard", "HEAD~1")  # no branch holds it any more
+    assert judge(project.task(base_commit=head), "").status is VerdictStatus.RESOLVED
+
+
+def test_symlinks_and_modes_of_the_base_tree_are_kept(new_project: Any, judge: Any, tmp_path: Path) -> None:
+    project = new_project(tmp_path / "linked")
+    (project.path / "alias").symlink_to("calc")
+    (project.path / "tool.sh").write_text("#!/bin/sh\necho 5\n")
+    (project.path / "tool.sh").chmod(0o755)
+    project.git("add", "--all")
+    project.git("commit", "--quiet", "--message", "links")
+    head = project.git("rev-parse", "HEAD").strip()
+    held_out = (
+        "import os, subprocess\n\n\ndef test_add():\n    assert os.readlink('alias') == 'calc'\n"
+        "    assert subprocess.check_output(['./tool.sh']) == b'5\\n'\n"
+    )
+    task = project.task(base_commit=head, test_patch=project.patch({"tests/test_add.py": held_out}))
+    assert judge(task, "").status is VerdictStatus.RESOLVED
+
+
+def test_hooks_and_configuration_of_a_source_are_not_run(new_project: Any, judge: Any, tmp_path: Path) -> None:
+    project = new_project(tmp_path / "hooked")
+    marker = tmp_path / "ran"
+    for name in ("post-checkout", "reference-transaction", "post-index-change"):
+        hook = project.path / ".git" / "hooks" / name
+        hook.write_text(f"#!/bin/sh\ntouch {marker}\n")
+        hook.chmod(0o755)
+    task = project.task()
+    gold = project.gold()
+    marker.unlink(missing_ok=True)  # writing the patches ran the hooks: they do work
+    assert judge(task, gold).status is VerdictStatus.RESOLVED
+    assert not marker.exists()
+
+
+VARIED = {
+    "calc/__init__.py": "",
+    "tests/conftest.py": "import pytest\n\n\n@pytest.fixture\ndef broken():\n    raise ValueError\n",
+    "tests/test_varied.py": """import unittest
+
+import pytest
+
+
+def test_passes():
+    pass
+
+
+def test_fails():
+    assert 1 == 2
+
+
+@pytest.mark.skip(reason="why")
+def test_skipped():
+    pass
+
+
+def test_skips_itself():
+    pytest.skip("why")
+
+
+@pytest.mark.xfail
+def test_xfails():
+    assert 0
+
+
+def test_xfails_itself():
+    pytest.xfail("why")
+
+
+@pytest.mark.xfail(strict=True)
+def test_strict():
+    pass
+
+
+def test_setup_error(broken):
+    pass
+
+
+@pytest.fixture
+def late():
+    yield
+    raise ValueError
+
+
+def test_teardown_error(late):
+    pass
+
+
+@pytest.mark.parametrize("x", [1, 2, "a::b", "sp ace"])
+def test_many(x):
+    assert x != 2
+
+
+class TestGroup:
+    def test_inner(self):
+        pass
+
+
+class TestUnit(unittest.TestCase):
+    def test_unit(self):
+        self.assertEqual(1, 1)
+
+    @unittest.skip("why")
+    def test_unit_skipped(self):
+        pass
+
+    @unittest.expectedFailure
+    def test_unit_expected(self):
+        self.assertEqual(1, 2)
+
+    def test_sub(self):
+        for i in range(3):
+            with self.subTest(i=i):
+                self.assertNotEqual(i, 1)
+
+
+def test_subtests(subtests):
+    for i in range(2):
+        with subtests.test(i=i):
+            assert i < 2
+""",
+}
+STATUS = {"PASSED": "passed", "FAILED": "failed", "ERROR": "error", "SKIPPED": "skipped", "XFAIL": "xfailed"}
+
+
+def test_statuses_agree_with_pytest_run_by_hand(new_project: Any, judge: Any, tmp_path: Path) -> None:
+    project = new_project(tmp_path / "varied", VARIED)
+    env = {"PATH": os.defpath, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    bare = subprocess.run(
+        [sys.executable, "-m", "pytest", "-v", "--color=no", "tests/test_varied.py"],
+        cwd=project.path,
+        env=env,
+        capture_output=True,
+        text=True,
+    ).stdout
+    expected: dict[str, str] = {}
+    for test, word in re.findall(r"^(tests/\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", bare, re.MULTILINE):
+        expected[test] = STATUS[word]  # a test that passes and then fails to tear down is listed twice
+    assert len(expected) == 19
+    assert set(expected.values()) == set(STATUS.values())
+    task = project.task(test_patch="", fail_to_pass=(), pass_to_pass=tuple(expected))
+    verdict = judge(task, "")
+    assert dict(verdict.tests) == expected
+    assert verdict.status is VerdictStatus.UNRESOLVED
+    assert verdict.flags == ()
+
+
+@pytest.mark.parametrize(
+    ("test", "set_name", "status"),
+    [
+        ("test_xfails", "fail_to_pass", VerdictStatus.RESOLVED),
+        ("test_xfails", "pass_to_pass", VerdictStatus.UNRESOLVED),
+        ("test_skipped", "fail_to_pass", VerdictStatus.UNRESOLVED),
+        ("test_skipped", "pass_to_pass", VerdictStatus.UNRESOLVED),
+        ("test_that_is_absent", "pass_to_pass", VerdictStatus.UNRESOLVED),
+        ("test_many[2]", "fail_to_pass", VerdictStatus.UNRESOLVED),
+        ("test_many[1]", "fail_to_pass", VerdictStatus.RESOLVED),
+    ],
+)
+def test_each_set_demands_its_status(test: str, set_name: str, status: VerdictStatus, varied: Any, judge: Any) -> None:
+    sets = {"fail_to_pass": (), "pass_to_pass": (), set_name: (f"tests/test_varied.py::{test}",)}
+    assert judge(varied.task(test_patch="", **sets), "").status is status
+
+
+@pytest.fixture(scope="module")
+def varied(new_project: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return new_project(tmp_path_factory.mktemp("varied") / "p", VARIED)

@@ -1,0 +1,164 @@
+"""The HTTP contract: shapes, refusals, idempotency, batches, sharing."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from dockyard_sandbox import start_server
+
+
+def refusal(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["field"]
+
+
+def test_a_reply_has_the_fields_of_the_contract(project: Any, judge: Any, body: Any) -> None:
+    reply = judge.post(body(project.task(), project.gold())).json()
+    assert set(reply) == {
+        *("task_id", "status", "resolved", "pass_rate", "fail_to_pass", "pass_to_pass", "tests", "flags", "isolation"),
+        *("duration_s", "log", "evidence", "retryable", "cached", "detail"),
+    }
+    assert reply["resolved"] is True
+    assert reply["fail_to_pass"] == {"passed": 1, "total": 1}
+    assert reply["tests"] == {"tests/test_add.py::test_add": "passed", "tests/test_ops.py::test_mul": "passed"}
+    assert {"queue", "apply", "start", "test", "total"} <= set(reply["duration_s"])
+    assert reply["evidence"].startswith("sha256:")
+    assert reply["isolation"] == judge.server.isolation == "namespaces"
+
+
+def test_test_lists_may_be_json_strings(project: Any, judge: Any, body: Any) -> None:
+    task = body(project.task(), project.gold())
+    task["FAIL_TO_PASS"] = json.dumps(task["FAIL_TO_PASS"])
+    assert judge.post(task).json()["status"] == "resolved"
+
+
+BAD = {
+    "unknown field": ({"model_pach": ""}, (422, "model_pach")),
+    "no deciding test": ({"FAIL_TO_PASS": [], "PASS_TO_PASS": []}, (422, "")),
+    "test id without a file": ({"FAIL_TO_PASS": ["test_add"]}, (422, "FAIL_TO_PASS")),
+    "test id outside the tree": ({"FAIL_TO_PASS": ["../x.py::test"]}, (422, "FAIL_TO_PASS")),
+    "test id that is an option": ({"FAIL_TO_PASS": ["--co::x"]}, (422, "FAIL_TO_PASS")),
+    "list that is not JSON": ({"FAIL_TO_PASS": "__import__('os')"}, (422, "FAIL_TO_PASS")),
+    "same id in both": ({"PASS_TO_PASS": ["tests/test_add.py::test_add"]}, (422, "")),
+    "commit that is an option": ({"base_commit": "--upload-pack=x"}, (422, "base_commit")),
+    "zero timeout": ({"timeout_s": 0}, (422, "timeout_s")),
+    "limit below the floor": ({"limits": {"pids": 0}}, (422, "limits.pids")),
+    "shell as test command": ({"test_command": "sh -c true"}, (422, "test_command")),
+    "preset that is not there": ({"apply": "swebench"}, (422, "apply")),
+    "relative repo": ({"repo": "../calc"}, (422, "repo")),
+    "repo of another protocol": ({"repo": "ext::sh -c true"}, (422, "repo")),
+    "lone surrogate": ({"model_patch": "\ud800"}, (422, "model_patch")),
+    "oversized patch": ({"model_patch": "x" * (1024 * 1024 + 1)}, (413, "model_patch")),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_malformed_task_is_refused_by_field(name: str, project: Any, judge: Any, body: Any) -> None:
+    change, expected = BAD[name]
+    assert refusal(judge.post({**body(project.task(), ""), **change})) == expected
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"tasks": 1', b"[" * 100_000])
+def test_a_body_that_is_no_json_object_is_refused(content: bytes, judge: Any) -> None:
+    assert judge.post(content).status_code == 400
+
+
+def test_a_batch_answers_in_order(project: Any, judge: Any, body: Any) -> None:
+    patches = [project.gold(), "", "garbage", project.gold()]
+    tasks = [body(project.task(), patch) for patch in patches]
+    replies = judge.post({"tasks": tasks}).json()["tasks"]
+    assert [reply["status"] for reply in replies] == ["resolved", "unresolved", "apply_failed", "resolved"]
+
+
+def test_a_batch_names_the_task_that_is_wrong(project: Any, judge: Any, body: Any) -> None:
+    task = body(project.task(), "")
+    assert refusal(judge.post({"tasks": [task, {**task, "timeout_s": -1}]})) == (422, "tasks.1.timeout_s")
+    assert refusal(judge.post({"tasks": [task, {**task, "repo": "nowhere"}]})) == (422, "tasks.1.repo")
+
+
+def test_an_idempotency_key_is_bound_to_its_body(project: Any, judge: Any, body: Any) -> None:
+    key = uuid.uuid4().hex
+    task = body(project.task(), project.gold())
+    first = judge.post(task, Idempotency_Key=key).json()
+    again = judge.post(task, Idempotency_Key=key).json()
+    assert again["task_id"] == first["task_id"]
+    other = judge.post({**task, "model_patch": ""}, Idempotency_Key=key)
+    assert refusal(other) == (409, "Idempotency-Key")
+
+
+def num_executions(judge: Any) -> int:
+    return int(httpx.get(judge.server.url + "/readyz", trust_env=False).json()["num_executions"])
+
+
+def test_a_group_of_identical_patches_runs_once(project: Any, judge: Any) -> None:
+    patch = project.gold().replace("a + b", f"a + b  # {uuid.uuid4().hex}")
+    before = num_executions(judge)
+    verdicts = judge.all(project.task(), [patch] * 16)
+    assert num_executions(judge) == before + 1
+    assert {verdict.status for verdict in verdicts} == {"resolved"}
+    assert sorted(verdict.cached for verdict in verdicts) == [False] + [True] * 15
+    assert judge(project.task(), patch).cached
+    assert num_executions(judge) == before + 1
+
+
+def test_another_diff_of_the_same_tree_is_not_run_again(project: Any, judge: Any) -> None:
+    marker = uuid.uuid4().hex
+    patch = project.gold().replace("a + b", f"a + b  # {marker}")
+    same_tree = "A sentence before the diff.\n" + patch
+    assert not judge(project.task(), patch).cached
+    before = num_executions(judge)
+    verdict = judge(project.task(), same_tree)
+    assert verdict.cached
+    assert verdict.is_resolved
+    assert num_executions(judge) == before
+
+
+def test_another_timeout_is_another_spec(project: Any, judge: Any) -> None:
+    patch = project.gold().replace("a + b", f"a + b  # {uuid.uuid4().hex}")
+    assert not judge(project.task(), patch).cached
+    assert not judge(project.task(timeout_s=31.0), patch).cached
+
+
+def test_a_registered_name_stands_for_its_source(project: Any, judge: Any, body: Any) -> None:
+    assert judge.post({"repos": {"calc/named": str(project.path)}}, path="/repos").status_code == 200
+    assert judge.post(body(project.task(repo="calc/named"), project.gold())).json()["status"] == "resolved"
+    assert refusal(judge.post({"repos": {"x": "nowhere/at/all"}}, path="/repos")) == (422, "repos")
+
+
+def test_a_full_queue_answers_429(project: Any, tmp_path: Path, body: Any) -> None:
+    handle = start_server(tmp_path / "root", workers=1, max_queue=0)
+    try:
+        slow = project.patch({"calc/ops.py": "import time\n\ntime.sleep(3)\n"})
+        tasks = [body(project.task(), slow + f"#{n}\n") for n in range(4)]
+
+        def post(task: dict[str, object]) -> httpx.Response:
+            return httpx.post(handle.url + "/task/submit", json=task, timeout=60.0, trust_env=False)
+
+        with ThreadPoolExecutor(4) as pool:
+            replies = list(pool.map(post, tasks))
+    finally:
+        assert handle.stop() == 0
+    assert sorted(reply.status_code for reply in replies) == [200, 429, 429, 429]
+    assert {reply.headers.get("retry-after") for reply in replies if reply.status_code == 429} == {"1"}
+
+
+def test_a_token_guards_everything_but_health(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("correct horse battery staple\n")
+    handle = start_server(tmp_path / "root", token_file=token)
+    try:
+        with httpx.Client(base_url=handle.url, trust_env=False) as http:
+            good = {"Authorization": "Bearer correct horse battery staple"}
+            assert http.get("/healthz").status_code == 200
+            assert http.get("/version").status_code == 401
+            assert http.get("/version", headers={"Authorization": "Bearer wrong"}).status_code == 401
+            assert http.get("/version", headers=good).json()["name"] == "dockyard-sandbox"
+            assert http.get("/readyz", headers=good).json()["isolation"] == handle.isolation
+    finally:
+        assert handle.stop() == 0
