@@ -45,7 +45,7 @@ def test_a_dumped_configuration_loads_to_an_equal_one(tmp_path: Path) -> None:
         ("loss.clip_low=1.0", "clip_low"),
         ("data.max_prompt_tokens=250", "raise generation.max_model_len"),
         ("run.max_steps=many", "run.max_steps"),
-        ("policy.num_ranks=2", "policy.num_ranks"),
+        ("policy.num_ranks=0", "policy.num_ranks"),
         ("run.max_steps", "an override is section.key=value"),
         ("--fast", "an override is section.key=value"),
     ],

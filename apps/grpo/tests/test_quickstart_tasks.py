@@ -14,8 +14,12 @@ from typing import Any
 import pytest
 
 import dockyard_grpo.quickstart as quickstart
+from dockyard_core.data import read_tasks
+from dockyard_core.prompt import render_numbered
+from dockyard_core.task import Task
 from dockyard_grpo.quickstart.family import BUG_CLASSES, JARGON, Function, draw_problem
-from dockyard_grpo.quickstart.tasks import BUNDLE_NAME, build_tasks, outcome, write_tasks
+from dockyard_grpo.quickstart.tasks import BUNDLE_NAME, NUM_TRAIN, build_tasks, outcome, write_tasks
+from dockyard_grpo.quickstart.tokenizer import render_prompt
 
 FOLDER = Path(quickstart.__file__).parent
 ROWS_FILES = ("train.jsonl", "heldout.jsonl")
@@ -41,6 +45,12 @@ def run_tests(tree: Path, test_path: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Task, ...]]:
+    cache = tmp_path_factory.mktemp("cache")
+    return {name: read_tasks(FOLDER / name, cache_dir=cache) for name in ROWS_FILES}
+
+
+@pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quickstart")
     git("clone", "--quiet", FOLDER / BUNDLE_NAME, "clone", cwd=folder)
@@ -62,16 +72,20 @@ def test_writing_twice_gives_the_same_bundle_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "first" / BUNDLE_NAME).read_bytes() == (tmp_path / "second" / BUNDLE_NAME).read_bytes()
 
 
-def test_every_row_is_distinct_and_points_into_the_bundle(clone: Path) -> None:
+def test_every_row_is_distinct_and_is_a_branch_of_the_bundle(clone: Path) -> None:
     rows = [row for name in ROWS_FILES for row in read_rows(name)]
     heads = git("bundle", "list-heads", FOLDER / BUNDLE_NAME, cwd=clone)
     refs = {line.split()[1].removeprefix("refs/heads/"): line.split()[0] for line in heads.splitlines()}
-    assert len({row["instance_id"] for row in rows}) == len(rows)
-    for row in rows:
-        assert row["repo"] == BUNDLE_NAME
-        assert refs[row["instance_id"]] == row["base_commit"]
-        for path, text in row["prompt_files"].items():
-            assert git("show", f"{row['base_commit']}:{path}", cwd=clone) == text
+    assert len({(row["base_commit"], row["problem_statement"]) for row in rows}) == len(rows)
+    assert {row["instance_id"]: row["base_commit"] for row in rows} == {
+        name: commit for name, commit in refs.items() if name.startswith("quickstart__")
+    }
+
+
+def test_the_prompt_shows_the_module_at_the_base_commit(tasks: dict[str, tuple[Task, ...]]) -> None:
+    rebuilt = {task.instance_id: task.problem for task in build_tasks(NUM_TRAIN, heldout=False)}
+    for task in tasks["train.jsonl"]:
+        assert render_numbered(task) == render_prompt(rebuilt[task.instance_id])
 
 
 @pytest.mark.parametrize("name", ROWS_FILES)
@@ -81,14 +95,14 @@ def test_each_phrase_has_as_many_tasks(name: str) -> None:
     assert len(set(counts.values())) == 1
 
 
-def test_heldout_functions_are_new_and_the_jargon_is_never_used() -> None:
-    def names(rows: list[dict[str, Any]]) -> set[str]:
-        sources = "".join(text for row in rows for text in row["prompt_files"].values())
-        return {line[len("def ") : line.index("(")] for line in sources.splitlines() if line.startswith("def ")}
+def test_heldout_functions_are_new_and_the_jargon_is_never_used(tasks: dict[str, tuple[Task, ...]]) -> None:
+    def names(split: str) -> set[str]:
+        lines = [line for task in tasks[split] for _, text in task.prompt_files for line in text.splitlines()]
+        return {line[len("def ") : line.index("(")] for line in lines if line.startswith("def ")}
 
-    train, heldout = map(read_rows, ROWS_FILES)
-    assert not names(train) & names(heldout)
-    issues = " ".join(row["problem_statement"] for row in train + heldout)
+    assert len(names("train.jsonl")) > 100
+    assert not names("train.jsonl") & names("heldout.jsonl")
+    issues = " ".join(task.problem_statement for split in tasks.values() for task in split)
     assert not set(issues.split()) & {word for words in JARGON.values() for word in words}
 
 

@@ -15,13 +15,15 @@ Serve = Callable[[Any, Path], Iterator[GeneratorHarness]]
 
 class TestTiedQwen2(GeneratorContract):
     @pytest.fixture(scope="class")
-    def harness(self, serve: Serve, make_model: Callable[..., Path]) -> Iterator[GeneratorHarness]:
+    @classmethod
+    def harness(cls, serve: Serve, make_model: Callable[..., Path]) -> Iterator[GeneratorHarness]:
         model = make_model("qwen2", is_tied=True)
         yield from serve(TransformersGenerator(TransformersConfig(model=str(model), max_model_len=128)), model)
 
 
 class TestUntiedQwen3(GeneratorContract):
     @pytest.fixture(scope="class")
-    def harness(self, serve: Serve, make_model: Callable[..., Path]) -> Iterator[GeneratorHarness]:
+    @classmethod
+    def harness(cls, serve: Serve, make_model: Callable[..., Path]) -> Iterator[GeneratorHarness]:
         model = make_model("qwen3", is_tied=False)
         yield from serve(TransformersGenerator(TransformersConfig(model=str(model), max_model_len=128)), model)

@@ -77,7 +77,7 @@ def mounts() -> list[str]:
     return Path("/proc/self/mounts").read_text().splitlines()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.ci)])
 def test_a_stopped_server_leaves_nothing(number: int, project: Any, body: Any, tmp_path: Path) -> None:
     before = mounts()
     handle = start_server(tmp_path / "root")
@@ -102,6 +102,7 @@ def test_a_killed_server_leaves_nothing_running_and_is_swept(project: Any, body:
     assert again.stop() == 0
 
 
+@pytest.mark.ci
 def test_a_disconnected_client_ends_its_run(project: Any, body: Any, tmp_path: Path) -> None:
     handle = start_server(tmp_path / "root")
     try:
@@ -157,6 +158,7 @@ def test_a_machine_below_the_minimum_is_refused(tmp_path: Path) -> None:
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
+@pytest.mark.ci
 def test_unsafe_runs_only_when_asked_and_says_so(project: Any, body: Any, tmp_path: Path) -> None:
     task = tmp_path / "task.json"
     task.write_text(json.dumps(body(project.task(), project.gold())))
@@ -170,6 +172,7 @@ def test_unsafe_runs_only_when_asked_and_says_so(project: Any, body: Any, tmp_pa
     assert list((tmp_path / "root" / "scratch").iterdir()) == []
 
 
+@pytest.mark.ci
 def test_run_prints_a_verdict_and_doctor_a_level(project: Any, body: Any, tmp_path: Path) -> None:
     task = tmp_path / "task.json"
     task.write_text(json.dumps(body(project.task(), "")))
@@ -181,6 +184,7 @@ def test_run_prints_a_verdict_and_doctor_a_level(project: Any, body: Any, tmp_pa
     assert report["git"].startswith("git version")
 
 
+@pytest.mark.ci
 def test_a_plain_user_gets_namespaces_too(project: Any, body: Any) -> None:
     """The same server without any privilege, through a user namespace, on the system's Python."""
     python, uid = "/usr/bin/python3", 4242

@@ -40,7 +40,7 @@ def plan_fleets(config: Config, num_gpus: int) -> tuple[Fleet, Fleet, Fleet]:
 
     Raises ConfigError when more GPUs are asked for than there are.
     """
-    cluster, cores = config.cluster, os.cpu_count() or 1
+    cluster = config.cluster
     has_gpu = num_gpus > 0
     trainer_gpus = cluster.trainer_gpus if cluster.trainer_gpus is not None else int(has_gpu)
     engine_gpus = config.generation.tensor_parallel_size * int(has_gpu)
@@ -52,7 +52,7 @@ def plan_fleets(config: Config, num_gpus: int) -> tuple[Fleet, Fleet, Fleet]:
             f"{config.generation.num_engines} x {inference_gpus} inference), but Ray sees {num_gpus}; lower "
             "generation.num_engines, or set cluster.trainer_gpus=0 cluster.inference_gpus=0"
         )
-    share = max(1, cores // 2)
+    share = cluster.threads_per_worker
     return (
         Fleet(
             role="trainer",

@@ -5,7 +5,9 @@ Heavy packages are imported inside the functions: an actor pays for what it buil
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
+from datetime import timedelta
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,10 +71,22 @@ def data_path(value: str) -> Path:
     return Path(_resolve(value, "data"))
 
 
-def build_policy(config: Config) -> Policy:
-    """The trainable policy of `policy.backend`."""
+def build_policy(config: Config, *, rank: int, num_ranks: int, rendezvous: str) -> Policy:
+    """The trainable policy of `policy.backend`; with several ranks they meet at ``rendezvous``."""
     from dockyard_trainer_torch import TorchPolicy, TorchPolicyConfig
 
+    process_group = None
+    if num_ranks > 1:
+        from torch import distributed
+
+        distributed.init_process_group(
+            "nccl" if _torch_device() == "cuda" else "gloo",
+            init_method=rendezvous,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=config.refit.timeout_s),
+        )
+        process_group = distributed.group.WORLD
     section = config.policy
     return TorchPolicy.from_pretrained(
         model_path(config),
@@ -89,10 +103,11 @@ def build_policy(config: Config) -> Policy:
             dtype=section.dtype,
             loss=config.loss,
             logprob_chunk_tokens=section.logprob_chunk_tokens,
-            num_threads=section.num_threads,
+            num_threads=section.num_threads or config.cluster.threads_per_worker,
             seed=config.run.seed,
             device=_torch_device(),
         ),
+        process_group=process_group,
     )
 
 
@@ -141,7 +156,7 @@ async def start_generator(config: Config, *, engine_index: int) -> Engine:
             tensor_parallel_size=section.tensor_parallel_size,
             enforce_eager=section.enforce_eager,
             seed=config.run.seed * 1000 + engine_index,
-            num_threads=section.num_threads,
+            num_threads=section.num_threads or config.cluster.threads_per_worker,
         )
     )
     await generator.start()
@@ -170,6 +185,14 @@ def _resolve(value: str, key: str) -> str | Path:
     if not path.exists():
         raise ConfigError(f"{key} names no bundled file: {value!r}; bundled are quickstart:policy and the task files")
     return path
+
+
+def free_address(config: Config) -> str:
+    """``tcp://host:port`` of this node, with a port that was free a moment ago."""
+    host = _own_address(config)
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return f"tcp://{host}:{probe.getsockname()[1]}"
 
 
 def _own_address(config: Config) -> str:

@@ -60,11 +60,10 @@ class Fleets:
             )
             for index in range(inference.count)
         }
-        manifests, ranks = await asyncio.gather(
-            asyncio.gather(*(worker.manifest.remote() for worker in self.trainers)),
+        _, ranks = await asyncio.gather(
+            self._build_trainers(),
             asyncio.gather(*(worker.start.remote() for worker in self.engines.values())),
         )
-        self.manifest = manifests[0]
         await self._connect_refit(ranks)
 
     async def flush(self) -> None:
@@ -94,6 +93,11 @@ class Fleets:
         self.sandboxes = [spawn(SandboxWorker, fleet, group, index, config) for index in range(fleet.count)]
         urls: list[str] = await asyncio.gather(*(worker.url.remote() for worker in self.sandboxes))
         return urls
+
+    async def _build_trainers(self) -> None:
+        rendezvous = await self.trainers[0].rendezvous.remote()
+        await asyncio.gather(*(worker.build.remote(rendezvous) for worker in self.trainers))
+        self.manifest = await self.trainers[0].manifest.remote()
 
     async def _connect_refit(self, ranks: Sequence[int]) -> None:
         endpoints = await asyncio.gather(*(t.open_refit.remote(sum(ranks)) for t in self.trainers))

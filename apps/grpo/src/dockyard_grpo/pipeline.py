@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from dockyard_core import GroupId, StepMetrics, Task
@@ -195,11 +196,12 @@ class Pipeline:
         trainers = self._fleets.trainers
         loop = asyncio.get_running_loop()
 
-        def write(directory: Any) -> None:
-            saving = [asyncio.run_coroutine_threadsafe(_call(t.save.remote(directory)), loop) for t in trainers]
-            for future in saving:
-                future.result()
-            asyncio.run_coroutine_threadsafe(_call(trainers[0].export.remote(directory / "hf")), loop).result()
+        async def save(directory: Path) -> None:
+            await asyncio.gather(*(trainer.save.remote(directory) for trainer in trainers))
+            await asyncio.gather(*(trainer.export.remote(directory / "hf") for trainer in trainers))
+
+        def write(directory: Path) -> None:
+            asyncio.run_coroutine_threadsafe(save(directory), loop).result()
 
         keep = self._config.checkpoint.keep_last
         path = await asyncio.to_thread(self._run.checkpoint, step, write, keep_last=keep)
@@ -228,7 +230,3 @@ class Pipeline:
             for lag, values in zip(staleness, advantages, strict=True)
         ]
         self._fleets.recorder.record.remote(fields, *payloads)
-
-
-async def _call(reference: Any) -> Any:
-    return await reference

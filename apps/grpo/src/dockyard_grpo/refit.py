@@ -61,11 +61,11 @@ class RefitCoordinator:
 
     async def probe(self, version: int) -> ProbeResult:
         """Score the probes on both sides at ``version``; the trainer must not step meanwhile."""
-        trainer_side, *engine_sides = await asyncio.gather(
-            self._fleets.trainers[0].probe.remote(self._probes),
-            *(engine.score.remote(self._probes) for engine in self._fleets.engines.values()),
+        trainer_sides, engine_sides = await asyncio.gather(
+            asyncio.gather(*(trainer.probe.remote(self._probes) for trainer in self._fleets.trainers)),
+            asyncio.gather(*(engine.score.remote(self._probes) for engine in self._fleets.engines.values())),
         )
-        results = [compare_logprobs(trainer_side, side) for side in engine_sides]
+        results = [compare_logprobs(trainer_sides[0], side) for side in engine_sides]
         worst = max(results, key=lambda result: result.mean)
         if worst.mean > self._config.max_probe_abs_diff:
             raise RefitError(

@@ -113,11 +113,17 @@ class Executor:
         key = (request.spec_hash(), prepared.tree_key)
         known = self._tree_cache.get(key)
         if known is not None:
-            return Outcome(verdict=replace(known, cached=True, flags=prepared.flags + _own_flags(known)))
-        verdict, joined = await self._by_tree.get(key, lambda: self._run(request, prepared))
+            verdict, reused = known, True
+        else:
+            verdict, reused = await self._by_tree.get(key, lambda: self._run(request, prepared))
         if verdict.status not in _NOT_CACHED:
             self._tree_cache.put(key, verdict)
-        verdict = replace(verdict, cached=joined, duration_s={**timings, **verdict.duration_s})
+        verdict = replace(
+            verdict,
+            cached=reused,
+            flags=prepared.flags + tuple(flag for flag in verdict.flags if not flag.startswith("restored:")),
+            duration_s={**timings, **verdict.duration_s},
+        )
         return Outcome(verdict=verdict, is_retryable=verdict.status is VerdictStatus.INFRA_ERROR)
 
     async def _run(self, request: TaskRequest, prepared: Prepared) -> Verdict:
@@ -146,11 +152,6 @@ class Executor:
 
     def _infra(self, request: TaskRequest, detail: str) -> Verdict:
         return early_verdict(request, VerdictStatus.INFRA_ERROR, detail, isolation=self.isolation)
-
-
-def _own_flags(verdict: Verdict) -> tuple[str, ...]:
-    """Flags of the run itself; those of another patch with the same tree are left out."""
-    return tuple(flag for flag in verdict.flags if not flag.startswith("restored:"))
 
 
 def _respond(outcome: Outcome, began: float) -> TaskResponse:

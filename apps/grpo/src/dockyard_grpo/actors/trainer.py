@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dockyard_core import RolloutGroup, StepMetrics
+from dockyard_core import Policy, RolloutGroup, StepMetrics
 from dockyard_core.batch import TrainSequence, pack_batch, sequence_of
 from dockyard_core.refit import RefitEndpoint, RefitUpdate, TensorSpec
 from dockyard_grpo import compose
@@ -19,12 +19,27 @@ class TrainerWorker:
     """Every method is called on every rank, in the same order."""
 
     def __init__(self, config: Config, rank: int, num_ranks: int) -> None:
-        random.seed(config.run.seed)
         self._config = config
         self._rank = rank
         self._num_ranks = num_ranks
-        self._policy = compose.build_policy(config)
+        self._built: Policy | None = None
         self._sender: compose.Sender | None = None
+
+    def rendezvous(self) -> str:
+        """Rank 0: a free address of its node where the ranks meet, as ``tcp://host:port``."""
+        return compose.free_address(self._config)
+
+    def build(self, rendezvous: str) -> None:
+        """Join the other ranks and load the policy."""
+        random.seed(self._config.run.seed)
+        self._built = compose.build_policy(
+            self._config, rank=self._rank, num_ranks=self._num_ranks, rendezvous=rendezvous
+        )
+
+    @property
+    def _policy(self) -> Policy:
+        assert self._built is not None, "build() comes first"
+        return self._built
 
     def manifest(self) -> tuple[TensorSpec, ...]:
         """Names, dtypes and shapes of what a refit sends."""
@@ -79,7 +94,8 @@ class TrainerWorker:
             )
             for tokens in probes
         ]
-        # One probe per call of pack_batch keeps their order; they are few and short.
+        # One probe per call of pack_batch keeps their order; they are few and short. Every rank scores
+        # all of them, because a forward pass of sharded weights is collective.
         return tuple(self._probe_one(sequence) for sequence in sequences)
 
     def _probe_one(self, sequence: TrainSequence) -> tuple[float, ...]:
@@ -93,8 +109,7 @@ class TrainerWorker:
 
     def export(self, directory: Path) -> None:
         """Write Hugging Face safetensors, config and tokenizer."""
-        if self._rank == 0:
-            compose.export_hf(self._policy, directory)
+        compose.export_hf(self._policy, directory)
 
     def close(self) -> None:
         """Leave the refit group."""

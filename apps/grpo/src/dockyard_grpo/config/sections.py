@@ -5,6 +5,7 @@ Defaults suit a real model; the quickstart's own values are in `quickstart.yaml`
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -38,7 +39,7 @@ class PolicySection(Section):
     micro_batch_tokens: Count = Field(4096, description="Upper bound of tokens in one forward-backward.")
     row_length: Count | None = Field(None, description="Tokens per packed row; null = the longest sequence.")
     logprob_chunk_tokens: Count = Field(1024, description="Trained positions per chunk of the logprob kernel.")
-    num_ranks: Literal[1] = Field(1, description="Trainer ranks.")
+    num_ranks: Count = Field(1, description="Trainer ranks; weights are sharded over them (FSDP2).")
     num_threads: Count | None = Field(None, description="CPU threads of a trainer rank; null = the fleet's share.")
 
 
@@ -132,6 +133,11 @@ class ClusterSection(Section):
     num_sandboxes: Count = Field(1, description="Sandbox servers.")
     sandbox_cpus: Count = Field(1, description="CPUs per sandbox server.")
     object_store_mib: Count = Field(256, description="Shared memory of a Ray started here, MiB.")
+
+    @property
+    def threads_per_worker(self) -> int:
+        """CPU threads of a trainer rank or an engine unless it says otherwise: half of the cores."""
+        return max(1, (os.cpu_count() or 1) // 2)
 
 
 class CheckpointSection(Section):

@@ -2,9 +2,9 @@
 
     python -m dockyard_grpo.quickstart.tasks --out DIR
 
-Rows have SWE-bench's columns and two more: `prompt_files` (path -> text at the base commit) and `labels`. `repo` is
-the path of the bundle relative to the rows' file; each base commit is a branch in it, named like its task. Names,
-dates and order are fixed, so the same git writes the same bytes and every git the same commit ids.
+Rows have SWE-bench's columns and `labels`. `repo` is the path of the bundle relative to the rows' file; each base
+commit is a branch in it, named like its task. Names, dates and order are fixed, so the same git writes the same bytes
+and every git the same commit ids.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ class QuickstartTask:
             "test_patch": self.test_patch,
             "FAIL_TO_PASS": list(self.fail_to_pass),
             "PASS_TO_PASS": list(self.pass_to_pass),
-            "prompt_files": {problem.path: problem.source(problem.wrong)},
             "labels": {"bug_class": problem.function.bug_class.name, "phrase": problem.phrase},
         }
 

@@ -57,22 +57,29 @@ class VllmGenerator:
             GeneratorError: the engine did not start.
         """
         try:
-            self._engine = await asyncio.to_thread(start_engine, self.config)
+            await asyncio.to_thread(self._launch)
         except RuntimeError as error:
             raise GeneratorError(f"vLLM did not start for {self.config.model}: {error}") from error
         await self._running().update_weight_version(self._label(self._incarnation, self._version))
 
     async def shutdown(self) -> None:
         """End the engine's processes; live requests return with ``finish_reason="abort"``."""
-        engine, self._engine = self._engine, None
-        if engine is None:
+        if self._engine is None:
             return
         self._fence.break_("the engine was shut down")
-        if self._live and not engine.errored:
-            await engine.abort(list(self._live))
-        await asyncio.to_thread(stop_engine, engine)
-        del engine
-        gc.collect()  # its finalizer fails once the interpreter has begun to exit
+        if self._live and not self._engine.errored:
+            await self._engine.abort(list(self._live))
+        await asyncio.to_thread(self._halt)
+        gc.collect()  # vLLM's finalizer fails once the interpreter has begun to exit
+
+    def _launch(self) -> None:
+        # No reference to the engine may stay in the thread's future: see shutdown.
+        self._engine = start_engine(self.config)
+
+    def _halt(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            stop_engine(engine)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion."""

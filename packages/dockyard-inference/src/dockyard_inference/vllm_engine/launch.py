@@ -19,7 +19,8 @@ _QUIET = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit the owner's threads and locks
     "TOKENIZERS_PARALLELISM": "false",
 }
-_STOP_S = 5.0
+_STOP_S = 10.0
+"""Then the processes are killed; they have nothing to save."""
 
 
 def start_engine(config: VllmConfig) -> AsyncLLM:
