@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+
 from dockyard_core.generator import Generator
 from dockyard_core.policy import WeightChunk, WeightSink
 from dockyard_core.refit import RefitUpdate, TensorSpec
@@ -84,7 +85,8 @@ class TrainerHarness:
         ids = torch.tensor([list(token_ids)])
         with torch.no_grad():
             logprobs = torch.log_softmax(self.model(ids).logits[0, :-1].double() / temperature, dim=-1)
-        return logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+        values: list[float] = logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+        return values
 
     def make_version(self) -> int:
         version = self.generator.version + 1

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from dockyard_core.testing.generator_contract import GeneratorContract, GeneratorHarness
 from dockyard_inference import TransformersConfig, TransformersGenerator
 

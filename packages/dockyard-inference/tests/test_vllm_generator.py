@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
 from dockyard_core.generator import GenerateRequest, SamplingParams
 from dockyard_core.testing.generator_contract import GeneratorContract, GeneratorHarness
 from dockyard_inference import VllmConfig, VllmGenerator

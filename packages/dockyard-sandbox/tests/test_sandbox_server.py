@@ -61,6 +61,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_malformed_task_is_refused_by_field(name: str, project: Any, judge: Any, body: Any) -> None:
     change, expected = BAD[name]
+    assert isinstance(change, dict)
     assert refusal(judge.post({**body(project.task(), ""), **change})) == expected
 
 

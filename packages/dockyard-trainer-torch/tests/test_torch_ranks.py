@@ -50,6 +50,8 @@ def rank_main(rank: int, directory: str, model_dir: str) -> None:
     try:
         policy = TorchPolicy.from_pretrained(model_dir, CONFIG, process_group=distributed.group.WORLD)
         taken = run_steps(policy, rank, 2)
+        # A forward pass alone leaves gathered weights behind, which neither export nor save may meet.
+        policy.logprobs(make_shards(0, num_ranks=2)[rank])
         export_hf(policy, Path(directory) / "export")
         policy.save(Path(directory) / "checkpoint")
         streamed: list[str] = []

@@ -89,6 +89,7 @@ class Executor:
 
     async def close(self) -> None:
         """Stop the launcher; the runs in flight have been cancelled by then."""
+        self._preparer.close()
         await asyncio.to_thread(self._jailer.close)
         self._pool.shutdown(wait=True)
 

@@ -6,9 +6,11 @@ git reads no configuration, hook, attribute or credential of the machine: only t
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 _CONFIG = """\
@@ -43,11 +45,14 @@ class GitFailed(Exception):
         self.stderr = stderr
 
 
-@dataclass(frozen=True, kw_only=True)
 class Git:
-    """Runs git for one object store directory."""
+    """Runs git with one configuration file, and can end every call in flight."""
 
-    config_path: Path
+    def __init__(self, config_path: Path) -> None:
+        self._config_path = config_path
+        self._lock = threading.Lock()
+        self._active: set[subprocess.Popen[bytes]] = set()
+        self._closed = False
 
     def run(
         self,
@@ -68,7 +73,7 @@ class Git:
             "HOME": "/nonexistent",
             "LC_ALL": "C",
             "GIT_CONFIG_NOSYSTEM": "1",
-            "GIT_CONFIG_GLOBAL": str(self.config_path),
+            "GIT_CONFIG_GLOBAL": str(self._config_path),
             "GIT_ATTR_NOSYSTEM": "1",
             "GIT_TERMINAL_PROMPT": "0",
             "GIT_NO_REPLACE_OBJECTS": "1",
@@ -77,21 +82,54 @@ class Git:
         }
         if git_dir is not None:
             environment["GIT_DIR"] = str(git_dir)
-        done = subprocess.run(
-            ["git", *arguments],
-            input=stdin,
-            capture_output=True,
-            env=environment,
-            cwd="/",
-            timeout=timeout_s,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise GitFailed(arguments[0], done.returncode, done.stderr.decode(errors="replace"))
-        return done.stdout
+        process = self._start(arguments, environment)
+        try:
+            output, errors = process.communicate(stdin, timeout=timeout_s)
+        finally:
+            self._end(process)
+        if process.returncode != 0:
+            raise GitFailed(arguments[0], process.returncode, errors.decode(errors="replace"))
+        return output
+
+    def close(self) -> None:
+        """Kill the calls in flight and refuse new ones."""
+        with self._lock:
+            self._closed = True
+            for process in self._active:
+                _kill(process)
+
+    def _start(self, arguments: tuple[str, ...], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        with self._lock:
+            if self._closed:
+                raise GitFailed(arguments[0], -1, "the executor is closing")
+            process = subprocess.Popen(
+                ["git", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+                cwd="/",
+                start_new_session=True,  # a fetch has children: they end as one group
+            )
+            self._active.add(process)
+        return process
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            self._active.discard(process)
+        if process.poll() is None:
+            _kill(process)
+            process.communicate()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
 
 
 def write_git_config(path: Path) -> Git:
     """Write the configuration that every call uses and return the runner."""
     path.write_text(_CONFIG)
-    return Git(config_path=path)
+    return Git(path)

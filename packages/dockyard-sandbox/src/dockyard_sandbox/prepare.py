@@ -64,6 +64,10 @@ class Preparer:
             return self._early(request, VerdictStatus.POLICY_VIOLATION, str(error))
         return self._combine(request, base, model_delta, test_delta)
 
+    def close(self) -> None:
+        """End the git calls in flight."""
+        self._git.close()
+
     def _combine(self, request: TaskRequest, base: BaseTree, model: Delta, tests: Delta) -> Prepared | Verdict:
         plane = control_plane(base.entries, request.deciding_ids, tests.changes)
         kept, undone = restore(

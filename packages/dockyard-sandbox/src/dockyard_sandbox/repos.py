@@ -81,7 +81,7 @@ class RepoStore:
         bare = self._directory / hashlib.sha256(source.encode()).hexdigest()[:24]
         key = (source, commit)
         if key not in self._commits:
-            with _locked(bare.with_suffix(".lock")):
+            with locked(bare.with_suffix(".lock")):
                 tree = self._find_tree(bare, commit)
                 if tree is None:
                     self._fetch(bare, source, commit)
@@ -120,7 +120,7 @@ class RepoStore:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Exclude other threads and other servers on the same root."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dockyard_sandbox.gitcmd import Git
+from dockyard_sandbox.repos import locked
 
 SYMLINK, GITLINK, EXECUTABLE = "120000", "160000", "100755"
 
@@ -47,10 +48,11 @@ class TreeStore:
 
     def get(self, bare: Path, tree: str) -> BaseTree:
         """Return the tree, materialising it on first use. Raises GitFailed, OSError."""
-        with self._lock:
-            known = self._trees.get((bare, tree))
-            if known is None:
-                known = self._trees[(bare, tree)] = self._load(bare, tree)
+        known = self._trees.get((bare, tree))
+        if known is None:
+            with self._lock, locked(self._directory / ".lock"):
+                known = self._trees.get((bare, tree)) or self._load(bare, tree)
+                self._trees[(bare, tree)] = known
         return known
 
     def _load(self, bare: Path, tree: str) -> BaseTree:

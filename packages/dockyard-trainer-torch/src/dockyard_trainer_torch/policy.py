@@ -103,6 +103,7 @@ class TorchPolicy:
             array_BL = np.zeros(micro_batch.shape, np.float32)
             array_BL[micro_batch.loss_mask_BL] = logprobs_M.cpu().numpy()
             arrays.append(array_BL)
+        self.ranks.reshard(scorer)
         return tuple(arrays)
 
     def train_step(self, shard: BatchShard) -> StepMetrics:

@@ -58,6 +58,20 @@ class Ranks:
             fully_shard(block, mesh=mesh)
         fully_shard(root, mesh=mesh)
 
+    def reshard(self, root: nn.Module) -> None:
+        """Free what a forward pass gathered.
+
+        A backward pass does so by itself; after a forward alone the root's parameters would stay
+        whole, as other objects than those that the optimizer and the checkpoint know.
+        """
+        if self.world_size == 1:
+            return
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
 
 def whole(tensor: Tensor) -> Tensor:
     """The whole tensor of a sharded one (collective); any other tensor as it is."""

@@ -71,7 +71,7 @@ class TrainerWorker:
             num_ranks=self._num_ranks,
             micro_batch_tokens=policy.micro_batch_tokens,
             row_length=policy.row_length,
-            skip_zero_advantage=self._config.skip_zero_advantage,
+            skip_zero_advantage=self._config.loss.can_skip_zero_advantage,
             temperature=self._config.generation.temperature,
         )
         return self._policy.train_step(shards[self._rank])

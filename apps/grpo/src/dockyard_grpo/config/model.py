@@ -65,11 +65,6 @@ class Config(Section):
         return self.data.max_prompt_tokens if self.data.max_prompt_tokens is not None else room
 
     @property
-    def skip_zero_advantage(self) -> bool:
-        """Rows without signal may leave the backward pass only if nothing else acts on them."""
-        return self.loss.kl_coef == 0.0 and self.loss.entropy_coef == 0.0
-
-    @property
     def max_probe_abs_diff(self) -> float:
         """Mean |engine − trainer| logprob at one version beyond which a refit has failed, nats."""
         if self.refit.max_probe_abs_diff is not None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 OK = "ok"
 NO = "no"
+_FIRST_POLL_S, _LAST_POLL_S = 0.0005, 0.02
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -69,17 +70,31 @@ class Board:
 
     def await_key(self, key: str, deadline: Deadline) -> str | None:
         """The value of a key, or None if the deadline passes first or the store is gone."""
-        from torch import distributed as dist
-
-        try:
-            self.store.wait([key], timedelta(seconds=deadline.left_s))
-        except (dist.DistStoreError, dist.DistNetworkError):
-            return None
-        return str(self.store.get(key).decode())
+        return self._await([key], deadline)[key]
 
     def await_ranks(self, key: Callable[[int], str], ranks: Iterable[int], deadline: Deadline) -> dict[int, str | None]:
         """One value per rank; None for every rank that is late."""
-        return {rank: self.await_key(key(rank), deadline) for rank in ranks}
+        keys = {rank: key(rank) for rank in ranks}
+        values = self._await(list(keys.values()), deadline)
+        return {rank: values[name] for rank, name in keys.items()}
+
+    def _await(self, keys: list[str], deadline: Deadline) -> dict[str, str | None]:
+        """Polls: the store's own wait takes keys one by one and writes to stderr when it times out."""
+        from torch import distributed as dist
+
+        found: dict[str, str | None] = dict.fromkeys(keys)
+        pause_s = _FIRST_POLL_S
+        while True:
+            is_last = deadline.is_over
+            try:
+                for key in [key for key, value in found.items() if value is None]:
+                    found[key] = self.peek(key)
+            except dist.DistNetworkError:
+                return found
+            if is_last or None not in found.values():
+                return found
+            time.sleep(min(pause_s, deadline.left_s))
+            pause_s = min(1.3 * pause_s, _LAST_POLL_S)
 
 
 def plan_id(update: RefitUpdate) -> str:

@@ -7,7 +7,6 @@ finish, version) stays vLLM's.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -123,9 +122,8 @@ class DockyardWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receiver.report(self.failure)
 
     def shutdown(self) -> None:
-        """Leave the group; called when the worker ends."""
+        """Leave the group."""
         self.receiver.close()
-        gc.freeze()  # or the interpreter searches the whole heap for cycles before it exits: 6 s
 
     def _load(self, update: RefitUpdate, buckets: Iterator[list[tuple[str, torch.Tensor]]]) -> None:
         loaded: set[str] = set()

@@ -41,6 +41,7 @@ def run_init(job: Job, fds: dict[str, int]) -> None:
 
 def _bwrap_command(job: Job, tree: str) -> list[str]:
     command = [job["bwrap"], "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    command += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
     command += ["--tmpfs", "/tmp"]  # before the binds: an interpreter may lie there
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         if os.path.islink(f"/{name}"):
