@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dockyard_core import GroupId, LedgerViolation, RefitError
-from dockyard_core.loop import Ledger, LoopConfig, LoopMachine, Member, RefitOrder, ReplayBuffer, recount
+from dockyard_core.loop import Ledger, LoopConfig, LoopMachine, Member, RefitOrder, ReplayBuffer, recount, surviving
 
 
 def group(number: int) -> GroupId:
@@ -161,3 +161,35 @@ def test_any_schedule_ends_within_the_staleness_bound(seed, prompts, staleness, 
     assert counts["trained"] == steps * prompts
     assert counts["admitted"] == counts["trained"] + counts["dropped"] + counts["alive"]
     assert counts["alive"] == 0
+
+
+def test_a_restore_takes_back_what_came_after_its_frontier() -> None:
+    loop, events = machine(prompts=1, staleness=1, max_steps=3)
+    loop.admit(group(0))
+    loop.admit(group(1))
+    loop.finish(group(0), valid(0))
+    loop.trained(loop.next_batch())
+    refit(loop)
+    snapshot = loop.snapshot()
+    loop.finish(group(1), valid(0))
+    loop.trained(loop.next_batch())
+    lost = len(events) - snapshot["ledger"]["frontier"]
+
+    again = LoopMachine(loop.config, Ledger(events.append, next_seq=len(events)), ["engine-0"])
+    assert again.restore(snapshot, incarnation=1) == (group(1),)
+    assert events[-1] == {
+        "seq": len(events) - 1, "event": "restored", "incarnation": 1,
+        "frontier": snapshot["ledger"]["frontier"], "rolled_back": lost,
+    }  # fmt: skip
+    assert again.policy_version == 1
+    assert again.num_admissible == 0
+    refit(again)
+    assert again.num_admissible == 1
+    again.admit(group(2))
+    again.finish(group(1), valid(1))
+    assert again.next_batch() == (group(1),)
+    assert again.staleness(group(1)) == 0
+    again.trained(again.next_batch())
+    trained = [event["group"] for event in surviving(events) if event["event"] == "trained"]
+    assert trained == ["task-0#0", "task-1#0"]
+    assert recount(events)["alive"] == 1

@@ -125,6 +125,7 @@ RAW = {
         + "1" * 40 + "\n",
         S.POLICY_VIOLATION,
     ),
+    "path that is not UTF-8": ('--- /dev/null\n+++ "b/\\377/conftest.py"\n@@ -0,0 +1 @@\n+x\n', S.POLICY_VIOLATION),
     "lone surrogate": ("--- a/calc/ops.py\n+++ b/calc/ops.py\n@@ -1 +1 @@\n-\ud800\n+x\n", S.APPLY_FAILED),
 }  # fmt: skip
 

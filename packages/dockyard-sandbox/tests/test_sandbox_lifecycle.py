@@ -50,6 +50,10 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -100,6 +104,31 @@ def test_a_killed_server_leaves_nothing_running_and_is_swept(project: Any, body:
     again = start_server(root)
     assert not left.exists()
     assert again.stop() == 0
+
+
+def test_a_launcher_that_dies_costs_a_retry(project: Any, body: Any, tmp_path: Path) -> None:
+    handle = start_server(tmp_path / "root")
+    try:
+        task = body(project.task(timeout_s=300.0), project.patch(HANG))
+        replies: list[dict[str, Any]] = []
+
+        def post() -> None:
+            replies.append(httpx.post(handle.url + "/task/submit", json=task, timeout=120.0, trust_env=False).json())
+
+        thread = threading.Thread(target=post)
+        thread.start()
+        wait_until(lambda: len(descendants(handle.pid)) >= 5, "the run has started")
+        family = descendants(handle.pid)
+        (launcher,) = (pid for pid in family if parent(pid) == handle.pid)
+        os.kill(launcher, signal.SIGKILL)
+        thread.join(timeout=60.0)
+        assert (replies[0]["status"], replies[0]["retryable"]) == ("infra_error", True)
+        wait_until(lambda: not any(is_alive(pid) for pid in family), "the run ended with its launcher")
+        task = body(project.task(), project.gold())
+        again = httpx.post(handle.url + "/task/submit", json=task, timeout=60.0, trust_env=False).json()
+        assert again["status"] == "resolved"
+    finally:
+        assert handle.stop() == 0
 
 
 @pytest.mark.ci

@@ -70,6 +70,11 @@ def test_a_body_that_is_no_json_object_is_refused(content: bytes, judge: Any) ->
     assert judge.post(content).status_code == 400
 
 
+def test_a_query_that_would_be_ignored_is_refused(project: Any, judge: Any, body: Any) -> None:
+    reply = judge.post(body(project.task(), ""), path="/task/submit?wait=false")
+    assert refusal(reply) == (422, "wait")
+
+
 def test_a_batch_answers_in_order(project: Any, judge: Any, body: Any) -> None:
     patches = [project.gold(), "", "garbage", project.gold()]
     tasks = [body(project.task(), patch) for patch in patches]
@@ -147,6 +152,18 @@ def test_a_full_queue_answers_429(project: Any, tmp_path: Path, body: Any) -> No
         assert handle.stop() == 0
     assert sorted(reply.status_code for reply in replies) == [200, 429, 429, 429]
     assert {reply.headers.get("retry-after") for reply in replies if reply.status_code == 429} == {"1"}
+
+
+def test_a_burst_is_bounded_as_well(project: Any, tmp_path: Path, body: Any) -> None:
+    """Tasks of one batch arrive within one turn of the event loop."""
+    handle = start_server(tmp_path / "root", workers=1, max_queue=1)
+    try:
+        tasks = [body(project.task(), f"{project.gold()}#{n}\n") for n in range(3)]
+        with httpx.Client(base_url=handle.url, timeout=60.0, trust_env=False) as http:
+            assert http.post("/task/submit", json={"tasks": tasks}).status_code == 429
+            assert http.post("/task/submit", json={"tasks": tasks[:2]}).status_code == 200
+    finally:
+        assert handle.stop() == 0
 
 
 def test_a_token_guards_everything_but_health(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dockyard_core import ConfigError
@@ -81,8 +82,13 @@ def plan_fleets(config: Config, num_gpus: int) -> tuple[Fleet, Fleet, Fleet]:
     )
 
 
-def start_ray(config: Config) -> int:
-    """Join ``cluster.address`` or start Ray on this machine; returns the number of GPUs it sees."""
+def start_ray(config: Config, folder: Path) -> int:
+    """Join ``cluster.address`` or start Ray on this machine; returns the number of GPUs it sees.
+
+    Args:
+        config: of the run.
+        folder: where a Ray started here keeps its sessions and logs.
+    """
     os.environ.update({name: os.environ.get(name, value) for name, value in _RAY_ENVIRONMENT.items()})
     import ray
 
@@ -101,6 +107,7 @@ def start_ray(config: Config) -> int:
             num_cpus=max(needed, os.cpu_count() or 1),
             object_store_memory=config.cluster.object_store_mib << 20,
             include_dashboard=False,
+            _temp_dir=str(folder),
             log_to_driver=False,
             logging_level="ERROR",
         )

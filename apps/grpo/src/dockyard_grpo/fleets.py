@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from dockyard_core import ConfigError, Task
@@ -30,7 +31,14 @@ class Fleets:
     manifest: tuple[TensorSpec, ...] = ()
 
     async def start(
-        self, config: Config, num_gpus: int, train: Sequence[Task], validation: Sequence[Task], reporter: Reporter
+        self,
+        config: Config,
+        num_gpus: int,
+        train: Sequence[Task],
+        validation: Sequence[Task],
+        reporter: Reporter,
+        *,
+        incarnation: int = 0,
     ) -> None:
         """Place and start everything; returns when the engines have joined the refit group.
 
@@ -44,7 +52,7 @@ class Fleets:
             spawn(TrainerWorker, trainer, trainer_group, rank, config, rank, trainer.count)
             for rank in range(trainer.count)
         ]
-        attempt = config.run.name
+        attempt = f"{config.run.name}/{incarnation}"  # a new life asks the sandbox anew
         self.engines = {
             f"engine-{index}": spawn(
                 InferenceWorker,
@@ -65,6 +73,10 @@ class Fleets:
             asyncio.gather(*(worker.start.remote() for worker in self.engines.values())),
         )
         await self._connect_refit(ranks)
+
+    async def restore(self, checkpoint: Path) -> None:
+        """Bring every trainer rank to a checkpoint."""
+        await asyncio.gather(*(worker.restore.remote(checkpoint) for worker in self.trainers))
 
     async def flush(self) -> None:
         """Wait until every rollout handed to the recorder is on disk."""

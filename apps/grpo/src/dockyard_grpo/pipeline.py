@@ -15,22 +15,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from dockyard_core import GroupId, StepMetrics, Task
 from dockyard_core.advantage import group_advantages
-from dockyard_core.data import TaskSampler
-from dockyard_core.loop import Ledger, LoopConfig, LoopMachine
+from dockyard_core.data import TaskSampler, dataset_fingerprint
+from dockyard_core.loop import EMPTY_LEDGER, Ledger, LoopConfig, LoopMachine
+from dockyard_grpo.checkpoints import Checkpointer
 from dockyard_grpo.config import Config
 from dockyard_grpo.evaluation import Evaluator
 from dockyard_grpo.fleets import Fleets
 from dockyard_grpo.metrics import Evaluation, StepTimes, step_row
 from dockyard_grpo.progress import Reporter
 from dockyard_grpo.refit import ProbeResult, RefitCoordinator
+from dockyard_grpo.resume import RestorePoint, check_dataset, read_rows, roll_back
 from dockyard_grpo.run_directory import RunDirectory
 from dockyard_grpo.summary import GroupSummary
 from dockyard_grpo.timeline import Timeline
+
+
+class StopRequested(Exception):
+    """Raised inside the run when it was asked to stop and has done so in order."""
 
 
 class Pipeline:
@@ -50,9 +55,12 @@ class Pipeline:
         self._run = run
         self._reporter = reporter
         self._tasks = train
+        self._index_of = {task.instance_id: index for index, task in enumerate(train)}
+        self._dataset = dataset_fingerprint(train)
         self._sampler = TaskSampler(len(train), config.run.seed)
         self._refits = RefitCoordinator(config, fleets)
         self._evaluator = Evaluator(config, fleets, validation)
+        self._checkpointer = Checkpointer(config, fleets, run)
         self._timeline = Timeline()
         self._machine = LoopMachine(
             LoopConfig(
@@ -61,7 +69,7 @@ class Pipeline:
                 max_staleness=config.grpo.max_staleness,
                 max_steps=config.run.max_steps,
             ),
-            Ledger(self._book),
+            Ledger(self._book, next_seq=len(read_rows(run.path / "events.jsonl"))),
             list(fleets.engines),
         )
         self._changed = asyncio.Event()
@@ -70,20 +78,72 @@ class Pipeline:
         self._load = dict.fromkeys(fleets.engines, 0)
         self._pending_evaluation: Evaluation | None = None
         self._last_step_end = 0.0
+        self._is_stopping = False
 
-    async def run(self) -> None:
-        """Train to ``run.max_steps``; the first failure of any part ends the run and is raised."""
-        probe = await self._refits.prepare()
-        self._reporter.say(f"engines and trainer agree at version 0: mean |logprob difference| {probe.mean:.1e}")
-        if self._evaluator.has_tasks:
+    def request_stop(self) -> None:
+        """Finish the step, save, stop."""
+        self._is_stopping = True
+
+    async def run(self, point: RestorePoint | None = None) -> int:
+        """Train to ``run.max_steps``; the first failure of any part ends the run and is raised.
+
+        Args:
+            point: where an earlier life of this run is taken up again.
+
+        Returns the number of steps done: fewer than ``run.max_steps`` after `request_stop`.
+        """
+        readmitted = await self._restore(point) if point is not None else ()
+        probe = await self._refits.prepare(self._machine.policy_version)
+        self._reporter.say(
+            f"engines and trainer agree at version {self._machine.policy_version}: "
+            f"mean |logprob difference| {probe.mean:.1e}"
+        )
+        done = point.step if point is not None else 0
+        if self._evaluator.has_tasks and done == 0:
             self._pending_evaluation = await self._evaluate()
         self._last_step_end = self._timeline.wall_s
-        async with asyncio.TaskGroup() as groups:
-            for step in range(1, self._config.run.max_steps + 1):
-                started = self._timeline.wall_s
-                batch = await self._next_batch(groups)
-                await self._step(step, batch, groups, wait_s=self._timeline.wall_s - started)
+        try:
+            async with asyncio.TaskGroup() as groups:
+                for group_id in readmitted:
+                    self._start_group(self._index_of[group_id.task_id], group_id, groups)
+                while done < self._config.run.max_steps:
+                    started = self._timeline.wall_s
+                    batch = await self._next_batch(groups)
+                    await self._step(done + 1, batch, groups, wait_s=self._timeline.wall_s - started)
+                    done += 1
+                    if self._is_stopping and done < self._config.run.max_steps:
+                        await self._checkpoint(done)
+                        raise StopRequested
+        except* StopRequested:
+            self._reporter.say(f"stopped after step {done}; go on with run.resume={self._run.path}")
         self._run.write_json("timeline.json", self._timeline.trace())
+        return done
+
+    async def _restore(self, point: RestorePoint) -> tuple[GroupId, ...]:
+        """Bring trainer, engines, sampler and state machine to a restore point."""
+        check_dataset(point, self._dataset)
+        num_rolled_back = roll_back(self._run.path, point)
+        state = point.loop or {"machine": self._machine.snapshot() | {"ledger": EMPTY_LEDGER}}
+        if point.checkpoint is not None:
+            await self._fleets.restore(point.checkpoint)
+            self._sampler = TaskSampler.from_state(state["sampler"])
+        self._refits.incarnation = point.incarnation
+        readmitted = self._machine.restore(state["machine"], incarnation=point.incarnation)
+        self._run.sync("events")
+        await self._refits.refit(self._machine)
+        self._reporter.say(
+            f"going on after step {point.step} (incarnation {point.incarnation}): {len(readmitted)} groups are "
+            f"run anew, {num_rolled_back} rows were rolled back"
+        )
+        return readmitted
+
+    def _loop_state(self, step: int) -> dict[str, Any]:
+        return {
+            "step": step,
+            "machine": self._machine.snapshot(),
+            "sampler": self._sampler.state(),
+            "dataset": self._dataset,
+        }
 
     def _book(self, event: Any) -> None:
         self._run.append("events", {**event, "wall_s": round(self._timeline.wall_s, 6)})
@@ -103,7 +163,10 @@ class Pipeline:
             index, repetition = self._sampler.next()
             group_id = GroupId(self._tasks[index].instance_id, repetition)
             self._machine.admit(group_id)
-            groups.create_task(self._run_group(index, group_id, groups), name=str(group_id))
+            self._start_group(index, group_id, groups)
+
+    def _start_group(self, index: int, group_id: GroupId, groups: asyncio.TaskGroup) -> None:
+        groups.create_task(self._run_group(index, group_id, groups), name=str(group_id))
 
     async def _run_group(self, index: int, group_id: GroupId, groups: asyncio.TaskGroup) -> None:
         engine = min(self._load, key=lambda name: self._load[name])
@@ -188,23 +251,13 @@ class Pipeline:
             row |= evaluation.fields
         self._run.append("metrics", row)
         self._reporter.step(row)
-        every = self._config.checkpoint.every_steps
-        if step == self._config.run.max_steps or (every is not None and step % every == 0):
+        if self._checkpointer.is_due(step):
             await self._checkpoint(step)
 
     async def _checkpoint(self, step: int) -> None:
-        trainers = self._fleets.trainers
-        loop = asyncio.get_running_loop()
-
-        async def save(directory: Path) -> None:
-            await asyncio.gather(*(trainer.save.remote(directory) for trainer in trainers))
-            await asyncio.gather(*(trainer.export.remote(directory / "hf") for trainer in trainers))
-
-        def write(directory: Path) -> None:
-            asyncio.run_coroutine_threadsafe(save(directory), loop).result()
-
-        keep = self._config.checkpoint.keep_last
-        path = await asyncio.to_thread(self._run.checkpoint, step, write, keep_last=keep)
+        if self._checkpointer.last_step == step:
+            return
+        path = await self._checkpointer.write(step, self._loop_state(step))
         self._machine.ledger.note("checkpoint", step=step, path=str(path.relative_to(self._run.path)))
         self._run.sync("events")
 

@@ -31,20 +31,22 @@ class RefitCoordinator:
         self._fleets = fleets
         self._probes: Sequence[Sequence[int]] = ()
         self._elements = elements_per_layer(fleets.manifest)
+        self.incarnation = 0
 
-    async def prepare(self) -> ProbeResult:
-        """Choose the probe tokens and compare both sides at the version they started with."""
+    async def prepare(self, version: int) -> ProbeResult:
+        """Choose the probe tokens and compare both sides at the version they start with."""
         engine = next(iter(self._fleets.engines.values()))
         refit = self._config.refit
         num_tokens = min(refit.probe_tokens, self._config.generation.max_model_len - 1)
         self._probes = await engine.probes.remote(refit.num_probes, num_tokens)
-        return await self.probe(0)
+        return await self.probe(version)
 
     async def refit(self, machine: LoopMachine) -> None:
         """One transaction over all late engines. Raises RefitError naming who does not hold the version."""
         version = machine.policy_version
         update = RefitUpdate(
             policy_version=version,
+            incarnation=self.incarnation,
             manifest=self._fleets.manifest,
             bucket_bytes=self._config.refit.bucket_mib << 20,
             timeout_s=self._config.refit.timeout_s,

@@ -5,7 +5,6 @@ config.yaml, metrics.jsonl, rollouts.jsonl, events.jsonl, timeline.json, checkpo
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -17,6 +16,7 @@ from typing import IO, Any
 
 from dockyard_core import ConfigError
 from dockyard_grpo.config import Config, dump_config
+from dockyard_grpo.resume import sha256
 
 
 class RunDirectory:
@@ -24,20 +24,31 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.holds_run = False
+        """Whether an earlier life of this run left its files here."""
         self._files: dict[str, IO[str]] = {}
 
     @classmethod
     def create(cls, config: Config) -> RunDirectory:
-        """Make the directory and write config.yaml. Raises ConfigError if it holds a run already."""
+        """Make the directory, or open the one to go on with, and write config.yaml.
+
+        Raises ConfigError if it holds a run already and ``run.resume`` does not ask for it.
+        """
         path = config.run.dir or Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        if (path / "config.yaml").exists():
-            raise ConfigError(f"run.dir must not hold a run already, got {str(path)!r}; choose another run.dir")
+        holds_run = (path / "config.yaml").exists()
+        if holds_run and config.run.resume is None:
+            raise ConfigError(
+                f"run.dir must not hold a run already, got {str(path)!r}; choose another run.dir, or go on with "
+                "run.resume=auto"
+            )
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
             (path / "config.yaml").write_text(dump_config(config))
         except OSError as error:
             raise ConfigError(f"run.dir must be writable, got {str(path)!r}: {error.strerror}") from error
-        return cls(path.resolve())
+        run = cls(path.resolve())
+        run.holds_run = holds_run
+        return run
 
     @property
     def rollouts_path(self) -> Path:
@@ -71,10 +82,11 @@ class RunDirectory:
         aside.mkdir(parents=True)
         write(aside)
         files = sorted(path for path in aside.rglob("*") if path.is_file())
-        hashes = {str(path.relative_to(aside)): _sha256(path) for path in files}
+        hashes = {str(path.relative_to(aside)): sha256(path) for path in files}
         (aside / "manifest.json").write_text(json.dumps({"step": step, "sha256": hashes}, indent=1))
         for path in [*files, aside / "manifest.json"]:
             _fsync(path)
+        shutil.rmtree(final, ignore_errors=True)  # of an earlier life, damaged: else it would be resumed from
         aside.rename(final)
         link = final.parent / ".latest.partial"
         link.unlink(missing_ok=True)
@@ -93,11 +105,6 @@ class RunDirectory:
     ) -> None:
         for file in self._files.values():
             file.close()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fsync(path: Path) -> None:

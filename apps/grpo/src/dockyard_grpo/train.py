@@ -3,22 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from dockyard_core import Task
+from dockyard_core import Task, UserError
 from dockyard_core.data import read_tasks
-from dockyard_grpo import compose
+from dockyard_grpo import compose, scratch
 from dockyard_grpo.cluster import start_ray
 from dockyard_grpo.config import Config
 from dockyard_grpo.fleets import Fleets
 from dockyard_grpo.pipeline import Pipeline
 from dockyard_grpo.preflight import check_model
 from dockyard_grpo.progress import Reporter, make_reporter
+from dockyard_grpo.resume import RestorePoint, find_restore_point
 from dockyard_grpo.run_directory import RunDirectory
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-def train(config: Config) -> Path:
-    """Run to the last step; returns the run directory.
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    run: Path
+    stopped_by: signal.Signals | None
+    """The signal that ended it in order before its last step; None = it is done."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    config: Config
+    run: RunDirectory
+    reporter: Reporter
+    training: tuple[Task, ...]
+    validation: tuple[Task, ...]
+    point: RestorePoint | None
+
+
+def train(config: Config) -> Outcome:
+    """Run to the last step.
 
     Raises UserError for mistakes of the user, before anything heavy starts where that is possible.
     """
@@ -32,43 +59,90 @@ def train(config: Config) -> Path:
         make_reporter(config.logging.console, config.run.max_steps) as reporter,
     ):
         reporter.say(f"run directory {_short(run.path)}: {len(training)} training, {len(validation)} held-out tasks")
-        _run_fleets(config, run, reporter, training, validation)
-        reporter.say(f"done: {_short(run.path)} (checkpoints/latest/hf loads with transformers and vLLM)")
-    return run.path
+        point = find_restore_point(run.path) if run.holds_run else None
+        stopped_by = _run_fleets(_Job(config, run, reporter, training, validation, point))
+        if stopped_by is None:
+            reporter.say(f"done: {_short(run.path)} (checkpoints/latest/hf loads with transformers and vLLM)")
+    return Outcome(run.path, stopped_by)
 
 
-def _run_fleets(
-    config: Config,
-    run: RunDirectory,
-    reporter: Reporter,
-    training: tuple[Task, ...],
-    validation: tuple[Task, ...],
-) -> None:
+def _run_fleets(job: _Job) -> signal.Signals | None:
     import ray
 
-    num_gpus = start_ray(config)
+    scratch.sweep()
+    folder = scratch.make("ray")
     try:
-        asyncio.run(_run(config, run, reporter, num_gpus, training, validation))
+        num_gpus = start_ray(job.config, folder)
+        return asyncio.run(_run(job, num_gpus))
+    except UserError:
+        raise
+    except BaseException:
+        _keep_logs(folder, job)
+        raise
     finally:
         ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _run(
-    config: Config,
-    run: RunDirectory,
-    reporter: Reporter,
-    num_gpus: int,
-    training: tuple[Task, ...],
-    validation: tuple[Task, ...],
-) -> None:
+async def _run(job: _Job, num_gpus: int) -> signal.Signals | None:
     fleets = Fleets()
+    with _signals() as received:
+        try:
+            fleets.start_recorder(job.run)
+            incarnation = job.point.incarnation if job.point is not None else 0
+            await fleets.start(
+                job.config, num_gpus, job.training, job.validation, job.reporter, incarnation=incarnation
+            )
+            pipeline = Pipeline(job.config, fleets, job.run, job.reporter, job.training, job.validation)
+            received.on_first(pipeline.request_stop)
+            done = await pipeline.run(job.point)
+            await fleets.flush()
+            return received.first if done < job.config.run.max_steps else None
+        finally:
+            await fleets.stop()
+
+
+class _Received:
+    """What signals do: the first one asks for an orderly stop, the second one cancels."""
+
+    def __init__(self, cancel: Callable[[], object]) -> None:
+        self.first: signal.Signals | None = None
+        self._cancel = cancel
+        self._request_stop: Callable[[], None] | None = None
+
+    def on_first(self, request_stop: Callable[[], None]) -> None:
+        """From now on there is a step to finish and something to save."""
+        self._request_stop = request_stop
+
+    def __call__(self, number: signal.Signals) -> None:
+        if self.first is None and self._request_stop is not None:
+            self.first = number
+            self._request_stop()
+        else:
+            self._cancel()
+
+
+@contextmanager
+def _signals() -> Iterator[_Received]:
+    task = asyncio.current_task()
+    assert task is not None, "called from a running event loop"
+    loop = asyncio.get_running_loop()
+    received = _Received(task.cancel)
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, received, number)
     try:
-        fleets.start_recorder(run)
-        await fleets.start(config, num_gpus, training, validation, reporter)
-        await Pipeline(config, fleets, run, reporter, training, validation).run()
-        await fleets.flush()
+        yield received
     finally:
-        await fleets.stop()
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+def _keep_logs(folder: Path, job: _Job) -> None:
+    """Ray's logs leave with the scratch folder; after a failure of ours they are wanted."""
+    latest = folder / "session_latest" / "logs"
+    if latest.is_dir():
+        shutil.copytree(latest, job.run.path / "ray-logs", dirs_exist_ok=True, ignore_dangling_symlinks=True)
+        job.reporter.say(f"the logs of Ray's processes are in {_short(job.run.path)}/ray-logs")
 
 
 def _short(path: Path) -> Path:

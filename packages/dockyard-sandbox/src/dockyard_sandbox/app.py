@@ -110,6 +110,8 @@ class Api:
         return JSONResponse({"repos": self._executor.repos.names()})
 
     async def _submit(self, request: Request) -> Response:
+        for name in request.query_params:
+            raise RequestRefused(422, name, "is not a query parameter of this route")
         body = await _read_body(request)
         try:
             tasks, is_batch = parse_submission(_json_object(body))

@@ -6,7 +6,6 @@ before it is inside the sandbox.
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import zlib
@@ -110,7 +109,10 @@ def _read_raw_diff(raw: bytes) -> dict[str, Entry | None]:
     changes: dict[str, Entry | None] = {}
     for head, encoded in zip(fields[::2], fields[1::2], strict=True):
         old_mode, mode, _, blob, _ = head.decode()[1:].split(" ")
-        path = os.fsdecode(encoded)
+        try:
+            path = encoded.decode()
+        except UnicodeDecodeError:
+            raise PolicyViolation(f"a patch may change paths in UTF-8 only, got {encoded!r}") from None
         for part in path.split("/"):
             if part.lower().startswith(".git"):
                 raise PolicyViolation(f"a patch must not change {path!r}: paths named .git* are refused")

@@ -62,7 +62,6 @@ class Executor:
         self._jailer = jailer
         self._pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="run")
         self._slots = asyncio.Semaphore(workers)
-        self._held = 0
         self._by_text: SharedCalls[Outcome] = SharedCalls()
         self._by_tree: SharedCalls[Verdict] = SharedCalls()
         self._text_cache: BoundedCache[Verdict] = BoundedCache(_CACHE_CAPACITY)
@@ -78,8 +77,8 @@ class Executor:
         known = self._text_cache.get(key)
         if known is not None:
             return _respond(Outcome(verdict=replace(known, cached=True)), began)
-        if key not in self._by_text and self._held >= self.workers + self.max_queue:
-            raise QueueFull(f"{self._held} tasks are held, the limit is {self.workers + self.max_queue}")
+        if key not in self._by_text and len(self._by_text) >= self.workers + self.max_queue:
+            raise QueueFull(f"{len(self._by_text)} tasks are held, the limit is {self.workers + self.max_queue}")
         outcome, joined = await self._by_text.get(key, lambda: self._execute(request, began))
         if outcome.verdict.status not in _NOT_CACHED:
             self._text_cache.put(key, outcome.verdict)
@@ -94,15 +93,12 @@ class Executor:
         self._pool.shutdown(wait=True)
 
     async def _execute(self, request: TaskRequest, began: float) -> Outcome:
-        self._held += 1
         try:
             return await self._prepare_and_run(request, began)
         except MissingCommit as error:
             return Outcome(verdict=self._infra(request, str(error)))
         except (FetchFailed, GitFailed, OSError, subprocess.TimeoutExpired) as error:
             return Outcome(verdict=self._infra(request, f"{type(error).__name__}: {error}"), is_retryable=True)
-        finally:
-            self._held -= 1
 
     async def _prepare_and_run(self, request: TaskRequest, began: float) -> Outcome:
         async with self._slots:

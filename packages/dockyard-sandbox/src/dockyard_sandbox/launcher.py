@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import selectors
 import signal
@@ -80,7 +81,13 @@ def start_server(
             command += [f"--{name}", str(value)]
     log_path = root / "serve.log"
     with log_path.open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,  # a Ctrl-C in the terminal is for the caller, who stops the server when done
+        )
     line = _read_line(process, timeout_s)
     ready = _READY.match(line)
     if ready is None:
@@ -100,7 +107,7 @@ def _read_line(process: subprocess.Popen[bytes], timeout_s: float) -> str:
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while not line.endswith(b"\n") and selector.select(max(0.0, deadline - time.monotonic())):
-            byte = process.stdout.read1(1) if hasattr(process.stdout, "read1") else b""
+            byte = os.read(process.stdout.fileno(), 1)
             if not byte:
                 break
             line += byte

@@ -26,6 +26,9 @@ class SharedCalls(Generic[T]):
     def __contains__(self, key: Hashable) -> bool:
         return key in self._calls
 
+    def __len__(self) -> int:
+        return len(self._calls)
+
     async def get(self, key: Hashable, start: Callable[[], Awaitable[T]]) -> tuple[T, bool]:
         """Return (result, whether another caller had started it)."""
         call = self._calls.get(key)

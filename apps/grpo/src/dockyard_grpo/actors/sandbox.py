@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
-from pathlib import Path
 
-from dockyard_grpo import compose
+from dockyard_grpo import compose, scratch
 from dockyard_grpo.config import Config
 
 
@@ -14,7 +12,8 @@ class SandboxWorker:
     """Owns the server's process and its folder."""
 
     def __init__(self, config: Config) -> None:
-        self._root = Path(tempfile.mkdtemp(prefix="dockyard-sandbox-"))
+        scratch.sweep()
+        self._root = scratch.make("sandbox")
         self._server = compose.start_sandbox_server(config, self._root)
 
     def url(self) -> str:

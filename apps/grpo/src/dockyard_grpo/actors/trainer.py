@@ -107,6 +107,10 @@ class TrainerWorker:
         """Write a checkpoint of the policy into an existing directory."""
         self._policy.save(directory / "policy")
 
+    def restore(self, directory: Path) -> None:
+        """Read what `save` wrote."""
+        self._policy.restore(directory / "policy")
+
     def export(self, directory: Path) -> None:
         """Write Hugging Face safetensors, config and tokenizer."""
         compose.export_hf(self._policy, directory)

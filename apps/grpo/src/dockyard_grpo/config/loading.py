@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
@@ -24,9 +24,12 @@ def load_config(file: Path | None, overrides: Sequence[str]) -> Config:
     Raises ConfigError with one line: the rule, the value and the way out.
     """
     parsed = _parse_overrides(overrides)
-    base: DictConfig | ListConfig
+    base: Any
+    resumed = resumed_run(overrides)
     if file is not None:
         base = _read_yaml(file)
+    elif resumed is not None:
+        base = OmegaConf.merge(_read_yaml(resumed / "config.yaml"), {"run": {"dir": str(resumed)}})
     elif uses_quickstart(file, overrides):
         base = OmegaConf.create(resources.files("dockyard_grpo").joinpath("quickstart.yaml").read_text())
     else:
@@ -42,6 +45,16 @@ def load_config(file: Path | None, overrides: Sequence[str]) -> Config:
         return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
+
+
+def resumed_run(overrides: Sequence[str]) -> Path | None:
+    """The run directory that ``run.resume=DIR`` names; its config.yaml is then the base."""
+    named = [override.partition("=")[2] for override in overrides if override.startswith("run.resume=")]
+    if not named or named[-1] in ("auto", "null", ""):
+        return None
+    if not (Path(named[-1]) / "config.yaml").is_file():
+        raise ConfigError(f"run.resume must be auto or a run directory with config.yaml, got {named[-1]!r}")
+    return Path(named[-1])
 
 
 def uses_quickstart(file: Path | None, overrides: Sequence[str]) -> bool:

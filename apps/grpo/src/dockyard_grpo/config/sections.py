@@ -171,4 +171,7 @@ class RunSection(Section):
     name: str = Field("grpo", description="Used in the default run directory.")
     dir: Path | None = Field(None, description="Run directory; null = runs/<name>-<timestamp>.")
     seed: int = Field(0, description="Seeds the sampler, the engines and the trainer.")
+    resume: str | None = Field(
+        None, description="A run directory to go on with, or auto: go on with run.dir if it holds a run."
+    )
     max_steps: Count = Field(100, description="Optimizer steps.")

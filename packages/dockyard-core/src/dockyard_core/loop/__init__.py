@@ -1,11 +1,12 @@
 """The loop's state machines, without IO and without a clock. Private to the app."""
 
 from dockyard_core.loop.buffer import ReplayBuffer
-from dockyard_core.loop.ledger import EventSink, Ledger, recount
+from dockyard_core.loop.ledger import EMPTY_LEDGER, EventSink, Ledger, recount, surviving
 from dockyard_core.loop.machine import LoopConfig, LoopMachine, Member
 from dockyard_core.loop.refit_order import RefitOrder
 
 __all__ = [
+    "EMPTY_LEDGER",
     "EventSink",
     "Ledger",
     "LoopConfig",
@@ -14,4 +15,5 @@ __all__ = [
     "RefitOrder",
     "ReplayBuffer",
     "recount",
+    "surviving",
 ]

@@ -8,7 +8,8 @@ shows at once and stops the run with the ids.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from dockyard_core.errors import LedgerViolation
@@ -17,12 +18,25 @@ from dockyard_core.rollout import GroupId
 EventSink = Callable[[Mapping[str, Any]], None]
 """Takes one event, a flat JSON-able mapping with the key ``event``."""
 
+EMPTY_LEDGER: Mapping[str, Any] = MappingProxyType(
+    {
+        "frontier": 0,
+        "admitted": [0, 0],
+        "trained": [0, 0],
+        "dropped_groups": {},
+        "dropped_rollouts": {},
+        "alive": [],
+    }
+)
+"""Snapshot of a ledger before its first event: a run that is taken up without a checkpoint."""
+
 
 class Ledger:
     """Books the life of groups and their rollouts and checks the conservation law at every event."""
 
-    def __init__(self, sink: EventSink) -> None:
+    def __init__(self, sink: EventSink, *, next_seq: int = 0) -> None:
         self._sink = sink
+        self._next_seq = next_seq
         self._alive: dict[GroupId, int] = {}
         self.admitted_groups = 0
         self.admitted_rollouts = 0
@@ -30,6 +44,37 @@ class Ledger:
         self.trained_rollouts = 0
         self.dropped_groups: Counter[str] = Counter()
         self.dropped_rollouts: Counter[str] = Counter()
+
+    @property
+    def next_seq(self) -> int:
+        """Number of the next event; with `snapshot`, a checkpoint's frontier."""
+        return self._next_seq
+
+    def snapshot(self) -> dict[str, Any]:
+        """JSON-able counters, to be given to `restore`."""
+        return {
+            "frontier": self._next_seq,
+            "admitted": [self.admitted_groups, self.admitted_rollouts],
+            "trained": [self.trained_groups, self.trained_rollouts],
+            "dropped_groups": dict(self.dropped_groups),
+            "dropped_rollouts": dict(self.dropped_rollouts),
+            "alive": [[*group_id, count] for group_id, count in self._alive.items()],
+        }
+
+    def restore(self, snapshot: Mapping[str, Any], *, incarnation: int) -> tuple[GroupId, ...]:
+        """Go back to a snapshot; every event since its frontier is rolled back.
+
+        Returns the groups that were alive then, in admission order: they are admitted again under
+        the same identity, which the ledger does not count twice.
+        """
+        self.admitted_groups, self.admitted_rollouts = snapshot["admitted"]
+        self.trained_groups, self.trained_rollouts = snapshot["trained"]
+        self.dropped_groups = Counter(snapshot["dropped_groups"])
+        self.dropped_rollouts = Counter(snapshot["dropped_rollouts"])
+        self._alive = {GroupId(task, repetition): count for task, repetition, count in snapshot["alive"]}
+        rolled_back = self._next_seq - snapshot["frontier"]
+        self._record("restored", incarnation=incarnation, frontier=snapshot["frontier"], rolled_back=rolled_back)
+        return tuple(self._alive)
 
     @property
     def alive(self) -> Mapping[GroupId, int]:
@@ -100,7 +145,8 @@ class Ledger:
             )
 
     def _record(self, event: str, **fields: Any) -> None:
-        self._sink({"event": event, **fields})
+        self._sink({"seq": self._next_seq, "event": event, **fields})
+        self._next_seq += 1
         self.check()
 
     def _require_alive(self, group_id: GroupId, what: str) -> None:
@@ -112,15 +158,25 @@ class Ledger:
         return self._alive.pop(group_id)
 
 
+def surviving(events: Iterable[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The events of the surviving lineage: a ``restored`` event takes back all since its frontier."""
+    lineage: list[Mapping[str, Any]] = []
+    for event in events:
+        if event["event"] == "restored":
+            lineage = [kept for kept in lineage if kept["seq"] < event["frontier"]]
+        lineage.append(event)
+    return lineage
+
+
 def recount(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Count a recorded ledger again, from its events alone.
+    """Count a recorded ledger again, from the surviving events alone.
 
     Returns admitted, trained, dropped and alive groups, and the same for rollouts with the suffix
     ``_rollouts``. Raises LedgerViolation when an event contradicts an earlier one.
     """
     alive: dict[str, int] = {}
     counts: Counter[str] = Counter()
-    for event in events:
+    for event in surviving(events):
         group = event.get("group", "")
         if event["event"] == "admitted":
             if group in alive:

@@ -15,9 +15,9 @@ latest, and since its first token was sampled at v or later, its staleness is at
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dockyard_core.loop.buffer import ReplayBuffer
 from dockyard_core.loop.ledger import Ledger
@@ -72,6 +72,23 @@ class LoopMachine:
         self._buffer = ReplayBuffer()
         self._finished: dict[GroupId, _Finished] = {}
         self._awaiting_refit = 0
+
+    def snapshot(self) -> dict[str, Any]:
+        """JSON-able state of the loop, to be given to `restore`."""
+        return {"policy_version": self.policy_version, "ledger": self.ledger.snapshot()}
+
+    def restore(self, snapshot: Mapping[str, Any], *, incarnation: int) -> tuple[GroupId, ...]:
+        """Go back to a snapshot on a machine that has done nothing yet.
+
+        The groups alive at the snapshot are under way again, at the snapshot's version; they are
+        returned in admission order and must be run anew. The engines are stale until a refit.
+        """
+        version = int(snapshot["policy_version"])
+        self.refit = RefitOrder(self.refit.engines, policy_version=version, are_fresh=False)
+        alive = self.ledger.restore(snapshot["ledger"], incarnation=incarnation)
+        for group_id in alive:
+            self._buffer.admit(group_id, version)
+        return alive
 
     @property
     def policy_version(self) -> int:

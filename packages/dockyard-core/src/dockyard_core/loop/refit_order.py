@@ -10,12 +10,19 @@ from dockyard_core.errors import RefitError
 class RefitOrder:
     """Which version each engine holds, and whether all hold the trainer's."""
 
-    def __init__(self, engines: Iterable[str], *, policy_version: int = 0) -> None:
-        self._held: dict[str, int | None] = dict.fromkeys(engines, policy_version)
+    def __init__(self, engines: Iterable[str], *, policy_version: int = 0, are_fresh: bool = True) -> None:
+        """``are_fresh=False``: the engines hold other weights than the trainer's (after a restore)."""
+        held = policy_version if are_fresh else None
+        self._held: dict[str, int | None] = dict.fromkeys(engines, held)
         if not self._held:
             raise ValueError("a run needs at least 1 engine, got 0")
         self._wanted = policy_version
         self._is_under_way = False
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Every engine."""
+        return tuple(self._held)
 
     @property
     def wanted_version(self) -> int:

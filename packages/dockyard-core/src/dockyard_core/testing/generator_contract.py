@@ -7,9 +7,8 @@
         @pytest.fixture(scope="class")
         def harness(self) -> Iterator[GeneratorHarness]: ...
 
-One started engine serves all laws of a class. The harness is the trainer's side: it keeps the
-weights of every version it made, is the witness of their logprobs, and sends them. Weights of
-different versions must differ enough to be told apart (logprobs by 0.01 and more).
+One started engine serves all laws of a class. The harness is the trainer's side: it keeps, witnesses
+and sends the weights of every version it made, which must differ (in logprobs, by 0.01 and more).
 """
 
 from __future__ import annotations
@@ -149,8 +148,7 @@ class GeneratorContract:
 
     def test_a_refit_changes_the_version_and_what_is_sampled(self, harness: GeneratorHarness) -> None:
         tokens = tuple(range(3, 20))
-        before = harness.run(harness.generator.score(tokens))
-        version = harness.make_version()
+        before, version = harness.run(harness.generator.score(tokens)), harness.make_version()
         for bucket_bytes in (64 << 20, 10_000):
             report = harness.run(self._refit(harness, self._update(harness, version, bucket_bytes=bucket_bytes)))
             assert (report.policy_version, harness.generator.version) == (version, version)
@@ -164,14 +162,13 @@ class GeneratorContract:
         self._assert_exact(harness, (3, 4, 5), completion)
 
     def test_tokens_after_an_in_flight_refit_are_the_new_weights(self, harness: GeneratorHarness) -> None:
-        num_requests, old = 8, harness.generator.version
         length = harness.max_model_len - 12
-        prompts = [tuple(range(3, 6 + number)) for number in range(num_requests)]
+        prompts = [tuple(range(3, 6 + number)) for number in range(8)]
 
         async def work(version: int) -> list[Completion]:
             requests = [_request(f"fly-{version}-{i}", p, max_new_tokens=length) for i, p in enumerate(prompts)]
             tasks = [asyncio.create_task(harness.generator.generate(request)) for request in requests]
-            await _until_running(harness, num_requests)
+            await _until_running(harness, len(prompts))
             await self._refit(harness, self._update(harness, version))
             return await asyncio.gather(*tasks)
 
@@ -188,8 +185,8 @@ class GeneratorContract:
 
     def test_a_manifest_with_other_tensors_is_refused_and_changes_nothing(self, harness: GeneratorHarness) -> None:
         good, held, tokens = harness.manifest(), harness.generator.version, tuple(range(3, 20))
-        bent = _longer(good[1])
-        for manifest in (good[1:], (*good, TensorSpec("extra.weight", "float32", (2,))), (good[0], bent, *good[2:])):
+        extra = TensorSpec("extra.weight", "float32", (2,))
+        for manifest in (good[1:], (*good, extra), (good[0], _longer(good[1]), *good[2:])):
             version = harness.make_version()
             failed = harness.run(self._both_fail(harness, self._update(harness, version, manifest=manifest)))
             assert all(isinstance(error, WeightMismatch) for error in failed), failed
@@ -227,8 +224,7 @@ class GeneratorContract:
         assert (health.policy_version, health.num_running) == (harness.generator.version, 0)
 
     def _update(self, harness: GeneratorHarness, version: int, **changes: Any) -> RefitUpdate:
-        update = RefitUpdate(policy_version=version, manifest=harness.manifest(), timeout_s=_SETTLE_S)
-        return replace(update, **changes)
+        return replace(RefitUpdate(policy_version=version, manifest=harness.manifest(), timeout_s=_SETTLE_S), **changes)
 
     async def _refit(self, harness: GeneratorHarness, update: RefitUpdate) -> RefitReport:
         _, report = await asyncio.gather(harness.send(update), harness.generator.refit(update))

@@ -18,6 +18,10 @@ _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit the owner's threads and locks
     "TOKENIZERS_PARALLELISM": "false",
+    # For the spawned processes only: this one has read them already.
+    "PYTHONWARNINGS": "ignore",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TORCH_LOGS": "-torch.utils.cpp_extension",
 }
 _STOP_S = 10.0
 """Then the processes are killed; they have nothing to save."""
