@@ -18,7 +18,8 @@ author = "The Dockyard authors"
 copyright = "The Dockyard authors"
 release = version = installed_version("dockyard-grpo")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "config_reference"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions += ["config_reference", "plain_docstrings", "public_names"]
 exclude_patterns = ["_build", "_ext"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3

@@ -1,12 +1,15 @@
 """`uv run apps/grpo [train|config] [--config FILE] [key=value ...]`; no arguments train the quickstart.
 
-Exit codes: 0 done, 2 the user's mistake (one clear line), 1 ours.
+Exit codes: 0 done, 2 the user's mistake (one clear line), 1 ours, 128 + n stopped by signal n (130 for
+Ctrl-C): the first one finishes the step, saves and stops; the second one stops now.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+from asyncio import CancelledError
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -32,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = words.pop(0) if words and words[0] in COMMANDS else "train"
     try:
         return _run(command, options.config, words)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 1)
+    except (KeyboardInterrupt, CancelledError):
+        return _fail("stopped at once; what the last checkpoint holds is kept", 128 + signal.SIGINT)
     except Exception as error:  # noqa: BLE001  the process boundary: every failure becomes an exit code here
         return _explain(error)
 
@@ -62,8 +65,8 @@ def _run(command: str, file: Path | None, overrides: Sequence[str]) -> int:
 
     if uses_quickstart(file, overrides):
         print("quickstart: a tiny policy learns to fix one-line bugs; its reward is pytest in a sandbox")
-    train(config)
-    return 0
+    outcome = train(config)
+    return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by
 
 
 def _explain(error: BaseException) -> int:

@@ -13,6 +13,7 @@ from dockyard_grpo.config import Config
 # Ray re-launches workers through `uv run` by default, which would sync the environment again.
 _RAY_ENVIRONMENT = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "SPT_NOENV": "1",  # a process title must not overwrite the environment, by which `reaper` knows its own
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -5,18 +5,25 @@ Heavy packages are imported inside the functions: an actor pays for what it buil
 
 from __future__ import annotations
 
+import json
 import socket
+import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from http.client import HTTPException
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
+from urllib import request
+from urllib.error import HTTPError
 
 from dockyard_core import ConfigError, Generator, Policy, Sandbox, WeightChunk, WeightSink
 from dockyard_core.refit import RefitEndpoint, RefitUpdate, TensorSpec
 from dockyard_grpo.config import Config
 
 _BUNDLED = "quickstart:"
+_READY_TIMEOUT_S = 5.0
 
 
 class Sender(Protocol):
@@ -41,6 +48,10 @@ class Sender(Protocol):
 
 class Engine(Generator, Protocol):
     """A generator whose processes this run owns."""
+
+    async def start(self) -> None:
+        """Start its processes and load the model."""
+        ...
 
     async def shutdown(self) -> None:
         """End the engine and its processes."""
@@ -142,23 +153,26 @@ def null_sink(chunk: WeightChunk) -> None:
 
 async def start_generator(config: Config, *, engine_index: int) -> Engine:
     """Start the engine of `generation.backend` in this process."""
-    from dockyard_inference.vllm_engine.config import VllmConfig
-    from dockyard_inference.vllm_engine.generator import VllmGenerator
+    from dockyard_inference import load_generator
 
     section = config.generation
-    generator = VllmGenerator(
-        VllmConfig(
-            model=model_path(config),
-            dtype=config.policy.dtype,
-            max_model_len=section.max_model_len,
-            max_num_seqs=section.max_num_seqs,
-            kv_cache_gib=section.kv_cache_gib,
-            tensor_parallel_size=section.tensor_parallel_size,
-            enforce_eager=section.enforce_eager,
-            seed=config.run.seed * 1000 + engine_index,
-            num_threads=section.num_threads or config.cluster.threads_per_worker,
-        )
-    )
+    values: dict[str, Any] = {
+        "model": model_path(config),
+        "dtype": config.policy.dtype,
+        "max_model_len": section.max_model_len,
+        "max_num_seqs": section.max_num_seqs,
+        "seed": config.run.seed * 1000 + engine_index,
+    }
+    if section.backend == "vllm":
+        values |= {
+            "kv_cache_gib": section.kv_cache_gib,
+            "tensor_parallel_size": section.tensor_parallel_size,
+            "enforce_eager": section.enforce_eager,
+            "num_threads": section.num_threads or config.cluster.threads_per_worker,
+        }
+    else:
+        values["device"] = _torch_device()
+    generator = cast(Engine, load_generator(section.backend, values))
     await generator.start()
     return generator
 
@@ -167,8 +181,7 @@ def build_sandbox_client(config: Config, url: str) -> Sandbox:
     """HTTP client of one server."""
     from dockyard_sandbox import SandboxClient
 
-    token = config.sandbox.token_file.read_text().strip() if config.sandbox.token_file else None
-    return SandboxClient(url, token=token, timeout_s=config.sandbox.timeout_s)
+    return SandboxClient(url, token=_read_token(config), timeout_s=config.sandbox.timeout_s)
 
 
 def start_sandbox_server(config: Config, root: Path) -> SandboxServer:
@@ -176,6 +189,87 @@ def start_sandbox_server(config: Config, root: Path) -> SandboxServer:
     from dockyard_sandbox import start_server
 
     return start_server(root, workers=config.sandbox.num_workers, min_isolation=config.sandbox.min_isolation)
+
+
+def local_isolation(minimum: str | None) -> str:
+    """The strongest isolation that this machine gives, found by a real run in it.
+
+    Raises ConfigError below ``minimum``; None = anything but ``unsafe``.
+    """
+    from dockyard_sandbox.serve import find_jailer
+
+    with tempfile.TemporaryDirectory(prefix="dockyard-probe-") as folder:
+        Path(folder).chmod(0o755)  # a run may have a user of its own
+        try:
+            jailer = find_jailer(Path(folder), minimum)
+        except ConfigError as error:
+            raise ConfigError(f"sandbox.min_isolation: {error}; see: uv run apps/grpo doctor") from error
+        jailer.close()
+        return jailer.isolation.level
+
+
+def server_isolation(config: Config) -> str:
+    """The isolation that the server at ``sandbox.url`` gives, by its own word.
+
+    Raises ConfigError unless it is ready and gives at least ``sandbox.min_isolation``.
+    """
+    from dockyard_sandbox.isolation import LEVELS
+
+    url, minimum, token = config.sandbox.url or "", config.sandbox.min_isolation, _read_token(config)
+    rule = f"sandbox.url must name a running dockyard-sandbox, got {url!r}"
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{rule}: no http:// or https:// in front; write it as http://HOST:PORT")
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    direct = request.build_opener(request.ProxyHandler({}))
+    try:
+        with direct.open(
+            request.Request(f"{url.rstrip('/')}/readyz", headers=headers), timeout=_READY_TIMEOUT_S
+        ) as reply:
+            level = json.load(reply)["isolation"]
+    except HTTPError as error:
+        if error.code in (401, 403):
+            raise ConfigError(f"{rule}: it refuses the token; set sandbox.token_file to its token") from error
+        raise ConfigError(f"{rule}: it answers {error.code} to /readyz; check the address") from error
+    except (OSError, HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        raise ConfigError(f"{rule}: {reason}; start it with: dockyard-sandbox serve") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{rule}: its /readyz is not a sandbox's; check the address") from error
+    if level not in LEVELS or (minimum is not None and LEVELS.index(level) < LEVELS.index(minimum)):
+        raise ConfigError(
+            f"sandbox.min_isolation is {minimum}, but the server at {url} gives {level!r}; move it to a machine that "
+            "gives more, or lower sandbox.min_isolation"
+        )
+    return str(level)
+
+
+def check_engine_installed(config: Config) -> None:
+    """Raise ConfigError naming the extra unless what ``generation.backend`` requires is there; imports no engine."""
+    from dockyard_inference import BACKENDS
+
+    backend = BACKENDS[config.generation.backend]
+    if find_spec(backend.requires) is None:
+        raise ConfigError(
+            f"generation.backend={config.generation.backend} needs the module {backend.requires}, which is not "
+            f"installed; install dockyard-inference{backend.extra}"
+        )
+
+
+def _read_token(config: Config) -> str | None:
+    path = config.sandbox.token_file
+    if path is None:
+        return None
+    try:
+        token = path.expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"sandbox.token_file must be a readable file, got {str(path)!r}: {error}; check the path"
+        ) from error
+    if not token:
+        raise ConfigError(
+            f"sandbox.token_file must hold the server's token, got an empty {str(path)!r}; write it there"
+        )
+    return token
 
 
 def _resolve(value: str, key: str) -> str | Path:

@@ -1,36 +1,181 @@
-"""Checks that cost nothing and spare the user a late failure."""
+"""What can be known before anything heavy starts: `check` costs about a second and spares a late failure.
+
+Nothing here imports torch, transformers, vLLM or Ray.
+"""
 
 from __future__ import annotations
 
-import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from dockyard_core import ConfigError
+from dockyard_core.reward import load_reward
 from dockyard_grpo import compose
+from dockyard_grpo.cluster import plan_fleets
 from dockyard_grpo.config import Config
+from dockyard_grpo.model_directory import ModelDirectory
 
-FAMILIES = ("qwen2", "qwen3", "llama")
+MIN_GIT = (2, 39, 4)
+"""Older ones can be made to write outside the tree (CVE-2023-23946, CVE-2023-25652, CVE-2024-32021)."""
+_BYTES_PER_PARAMETER = 16
+"""Of a checkpoint: float32 weights, two moments, and the exported model."""
+_MIN_FREE_BYTES = 256 << 20
 
 
-def check_model(config: Config) -> None:
-    """Raise ConfigError unless policy.model is a loadable directory of a known family, or a hub id."""
-    path = Path(compose.model_path(config))
-    if not path.exists():
-        if path.is_absolute() or str(path).startswith(".") or str(path).count("/") > 1:
-            raise ConfigError(f"policy.model must be a directory or a hub id, got {str(path)!r}: no such directory")
-        return  # a hub id: transformers resolves it, and says why when it cannot
-    config_file = path / "config.json"
-    if not config_file.is_file():
-        raise ConfigError(f"policy.model must hold config.json, got {str(path)!r}; export it with save_pretrained")
-    try:
-        model_type = json.loads(config_file.read_text()).get("model_type")
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"policy.model must hold a readable config.json, got {str(path)!r}: {error}") from error
-    if model_type not in FAMILIES:
-        raise ConfigError(f"policy.model must be one of {', '.join(FAMILIES)}, got {model_type!r} in {str(path)!r}")
-    if not any(path.glob("*.safetensors")):
-        raise ConfigError(f"policy.model must hold safetensors weights, got none in {str(path)!r}")
-    if not (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").is_file():
+def check(config: Config) -> None:
+    """Run every check of ``CHECKS``, cheapest first. Raises ConfigError for the first that fails."""
+    for run in CHECKS.values():
+        run(config)
+
+
+def model_directory(config: Config) -> ModelDirectory | None:
+    """policy.model as a directory; None for a hub id, which is resolved when the model loads.
+
+    Raises ConfigError when it can be neither.
+    """
+    name = compose.model_path(config)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return ModelDirectory(path)
+    if path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        what = "a file" if path.exists() else "no such directory"
+        raise ConfigError(f"policy.model must be a directory or a hub id, got {name!r}: {what}; check the path")
+    return None
+
+
+def check_model(config: Config) -> str:
+    """Raise ConfigError unless policy.model is a hub id, or a directory that fits the rest; returns what it is."""
+    model = model_directory(config)
+    if model is None:
+        return f"hub id {config.policy.model}, checked when it loads"
+    model_type, parameters = model.config["model_type"], model.num_parameters
+    length, heads = config.generation.max_model_len, model.config.get("num_attention_heads")
+    if model.max_positions is not None and length > model.max_positions:
         raise ConfigError(
-            f"policy.model must hold its tokenizer, got none in {str(path)!r}; save it beside the weights"
+            f"generation.max_model_len must be <= the model's max_position_embeddings ({model.max_positions}), "
+            f"got {length}; lower it, or choose another model"
         )
+    parts = config.generation.tensor_parallel_size
+    if isinstance(heads, int) and heads % parts:
+        raise ConfigError(
+            f"generation.tensor_parallel_size must divide the model's {heads} attention heads, got {parts}; lower it"
+        )
+    model.check_vocabulary()
+    if config.data.prompt_template == "chat" and not model.has_chat_template:
+        raise ConfigError(
+            f"data.prompt_template=chat needs a tokenizer with a chat template, got none in {str(model.path)!r}; "
+            "use auto or plain"
+        )
+    return f"{model_type}, {parameters:,} parameters, in {model.path}"
+
+
+def check_run_dir(config: Config) -> str:
+    """Raise ConfigError unless the run directory can be made and a checkpoint fits; returns the free space."""
+    target = (config.run.dir or Path("runs")).expanduser().absolute()
+    existing = next(path for path in (target, *target.parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(
+            f"run.dir must be a directory, got {str(target)!r}: {str(existing)!r} is a file; choose another"
+        )
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"run.dir must be writable, got {str(target)!r}: {str(existing)!r} is not; choose another run.dir"
+        )
+    model = model_directory(config)
+    parameters = model.num_parameters if model is not None else 0
+    kept = 1 if config.checkpoint.every_steps is None else config.checkpoint.keep_last + 1
+    needed = _MIN_FREE_BYTES + kept * parameters * _BYTES_PER_PARAMETER
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise ConfigError(
+            f"run.dir needs about {_gib(needed)} for {kept} checkpoints, got {_gib(free)} free at {str(existing)!r}; "
+            "free some space, choose another run.dir, or lower checkpoint.keep_last"
+        )
+    return f"{_gib(free)} free at {existing}, a run needs about {_gib(needed)}"
+
+
+def check_reward(config: Config) -> str:
+    """Raise ConfigError unless reward.kind loads; returns its name."""
+    try:
+        load_reward(config.reward.kind)
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's module may raise anything
+        raise ConfigError(
+            f"reward.kind must import, got {config.reward.kind!r}: {type(error).__name__}: {error}; mend the module"
+        ) from error
+    return config.reward.kind
+
+
+def check_engine(config: Config) -> str:
+    """Raise ConfigError unless what generation.backend requires is installed; returns the backend."""
+    compose.check_engine_installed(config)
+    return config.generation.backend
+
+
+def check_gpus(config: Config) -> str:
+    """Raise ConfigError when this machine's fleets ask for more GPUs than it has; returns their number."""
+    found = visible_gpus()
+    if config.cluster.address is not None or found is None:
+        return "counted when Ray starts"
+    plan_fleets(config, found)
+    return f"{found} GPUs"
+
+
+def visible_gpus() -> int | None:
+    """GPUs that Ray will see here, without any driver's library; None = cannot be told."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    numbered = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    others = [path for path in (Path("/dev/kfd"), Path("/dev/dxg"), Path("/dev/accel")) if path.exists()]
+    if (others and not numbered) or (visible is not None and "MIG" in visible):
+        return None
+    if visible is None:
+        return len(numbered)
+    return min(len(numbered), len([device for device in visible.split(",") if device.strip()]))
+
+
+def check_git(config: Config) -> str:
+    """Raise ConfigError unless git is there and new enough for patches that nobody trusts; returns its version."""
+    if shutil.which("git") is None:
+        raise ConfigError("git must be installed, found none on PATH; install it: apt-get install git")
+    answer = subprocess.run(["git", "--version"], capture_output=True, text=True, check=False).stdout
+    numbers = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", answer)
+    found = tuple(int(number or 0) for number in numbers.groups()) if numbers else (0,)
+    if found < MIN_GIT:
+        least = ".".join(map(str, MIN_GIT))
+        raise ConfigError(
+            f"git must be >= {least}, got {'.'.join(map(str, found))}: patches of a policy could write outside their "
+            "tree; upgrade it: apt-get install git"
+        )
+    return ".".join(map(str, found))
+
+
+def check_sandbox(config: Config) -> str:
+    """Raise ConfigError unless verdicts can be had at sandbox.min_isolation; returns the level."""
+    if config.sandbox.url is not None:
+        return f"{compose.server_isolation(config)} at {config.sandbox.url}"
+    if config.cluster.address is not None:
+        return "probed on the nodes of the cluster"
+    return compose.local_isolation(config.sandbox.min_isolation)
+
+
+CHECKS: Mapping[str, Callable[[Config], str]] = MappingProxyType(
+    {
+        "model": check_model,
+        "run directory": check_run_dir,
+        "reward": check_reward,
+        "engine": check_engine,
+        "GPUs": check_gpus,
+        "git": check_git,
+        "sandbox": check_sandbox,
+    }
+)
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"

@@ -6,15 +6,23 @@ A folder is named after its owner's process id and start time: a process id alon
 from __future__ import annotations
 
 import getpass
+import os
 import shutil
 import tempfile
 from pathlib import Path
 
+MARK = "DOCKYARD_SCRATCH"
+"""Environment variable with the run's folder; every process of a run inherits it."""
+
 
 def make(kind: str) -> Path:
-    """Make an empty folder for this process; short, because Ray puts sockets below it."""
-    pid = "self"
-    folder = base() / f"{kind}-{_identity(pid)}"
+    """Make an empty folder for this process; short, because Ray puts sockets below it.
+
+    Inside a run's own folder where there is one on this machine, so that it goes with the run.
+    """
+    run = Path(os.environ.get(MARK, ""))
+    parent = run if run.is_absolute() and run.is_dir() else base()
+    folder = parent / f"{kind}-{_identity('self')}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder

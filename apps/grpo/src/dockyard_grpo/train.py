@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from dockyard_core import Task, UserError
 from dockyard_core.data import read_tasks
-from dockyard_grpo import compose, scratch
+from dockyard_grpo import compose, reaper, scratch
 from dockyard_grpo.cluster import start_ray
 from dockyard_grpo.config import Config
 from dockyard_grpo.fleets import Fleets
@@ -71,6 +72,7 @@ def _run_fleets(job: _Job) -> signal.Signals | None:
 
     scratch.sweep()
     folder = scratch.make("ray")
+    guard = reaper.start(folder)
     try:
         num_gpus = start_ray(job.config, folder)
         return asyncio.run(_run(job, num_gpus))
@@ -81,7 +83,9 @@ def _run_fleets(job: _Job) -> signal.Signals | None:
         raise
     finally:
         ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+        reaper.reap(str(folder), spare=os.getpid())
+        guard.kill()
+        guard.wait()
 
 
 async def _run(job: _Job, num_gpus: int) -> signal.Signals | None:

@@ -6,15 +6,64 @@ import difflib
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
 from dockyard_core import ConfigError
 from dockyard_grpo.config.model import Config
+
+QUICKSTART = "quickstart.yaml"
+COMMAND_LINE = "command line"
+
+_RESHAPING = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "frequency_penalty",
+        "guided_decoding",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+        "logit_bias",
+        "logits_processors",
+        "min_tokens",
+        "presence_penalty",
+        "structured_outputs",
+        "typical_p",
+    }
+)
+"""Keys of engines that change the distribution which is sampled, and with it the importance ratio."""
+
+_NAMES_ELSEWHERE = {
+    "async_level": "grpo.max_staleness",
+    "batch_size": "grpo.num_prompts_per_step",
+    "beta": "loss.kl_coef",
+    "clip_eps": "loss.clip_low",
+    "epsilon": "loss.clip_low",
+    "group_size": "grpo.num_generations_per_prompt",
+    "kl_beta": "loss.kl_coef",
+    "lr": "policy.learning_rate",
+    "max_async_level": "grpo.max_staleness",
+    "max_completion_length": "generation.max_new_tokens",
+    "max_response_length": "generation.max_new_tokens",
+    "num_samples_per_prompt": "grpo.num_generations_per_prompt",
+    "tp": "generation.tensor_parallel_size",
+    "tp_size": "generation.tensor_parallel_size",
+    "train_batch_size": "grpo.num_prompts_per_step",
+}
+
+
+class Layers(NamedTuple):
+    """What a configuration is merged from, over the models' defaults."""
+
+    base_name: str
+    """``quickstart.yaml``, the file's name, or empty when the defaults are the base."""
+    base: DictConfig
+    overrides: DictConfig
 
 
 def load_config(file: Path | None, overrides: Sequence[str]) -> Config:
@@ -23,24 +72,34 @@ def load_config(file: Path | None, overrides: Sequence[str]) -> Config:
 
     Raises ConfigError with one line: the rule, the value and the way out.
     """
+    return validate(read_layers(file, overrides))
+
+
+def read_layers(file: Path | None, overrides: Sequence[str]) -> Layers:
+    """Read the file, the resumed run's or the quickstart, and parse the overrides. Raises ConfigError."""
     parsed = _parse_overrides(overrides)
-    base: Any
     resumed = resumed_run(overrides)
     if file is not None:
-        base = _read_yaml(file)
-    elif resumed is not None:
-        base = OmegaConf.merge(_read_yaml(resumed / "config.yaml"), {"run": {"dir": str(resumed)}})
-    elif uses_quickstart(file, overrides):
-        base = OmegaConf.create(resources.files("dockyard_grpo").joinpath("quickstart.yaml").read_text())
-    else:
-        base = OmegaConf.create({})
+        return Layers(str(file), _read_yaml(file), parsed)
+    if resumed is not None:
+        base = _read_yaml(resumed / "config.yaml")
+        OmegaConf.update(base, "run.dir", str(resumed))
+        return Layers(str(resumed / "config.yaml"), base, parsed)
+    if uses_quickstart(file, overrides):
+        text = resources.files("dockyard_grpo").joinpath(QUICKSTART).read_text()
+        return Layers(QUICKSTART, _as_mapping(OmegaConf.create(text), QUICKSTART), parsed)
+    return Layers("", OmegaConf.create({}), parsed)
+
+
+def validate(layers: Layers) -> Config:
+    """Merge and check every value. Raises ConfigError for the first mistake, and counts the others."""
     try:
-        values = OmegaConf.to_container(OmegaConf.merge(base, parsed), resolve=True)
-    except OmegaConfBaseException as error:
+        values = OmegaConf.to_container(OmegaConf.merge(layers.base, layers.overrides), resolve=True)
+    except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(f"configuration cannot be merged: {_one_line(error)}; check the override's type") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"a configuration is a mapping of sections, got {type(values).__name__} in {file}")
+    assert isinstance(values, dict), "two mappings merge to one"
     _refuse_unknown_keys(values)
+    _refuse_borrowed_clip_range(layers)
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -86,8 +145,12 @@ def _read_yaml(file: Path) -> DictConfig:
         loaded = OmegaConf.load(file)
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid YAML: {_one_line(error)}") from error
+    return _as_mapping(loaded, str(file))
+
+
+def _as_mapping(loaded: DictConfig | ListConfig, name: str) -> DictConfig:
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"a configuration is a mapping of sections, got a list in {file}")
+        raise ConfigError(f"a configuration is a mapping of sections, got a list in {name}; write section: {{key: value}}")
     return loaded
 
 
@@ -112,8 +175,26 @@ def _given_keys(values: dict[Any, Any], valid: set[str], prefix: str = "") -> It
 def _refuse_unknown_keys(values: dict[Any, Any]) -> None:
     valid = set(_valid_keys())
     for key in _given_keys(values, valid):
-        if key not in valid:
-            raise ConfigError(f"unknown key {key!r}; {_closest(key, valid)}")
+        if key in valid:
+            continue
+        if not _RESHAPING.isdisjoint(key.split(".")):
+            raise ConfigError(
+                f"{key} is refused: it reshapes the sampled distribution, whose logprobs would bias the importance "
+                "ratio; leave it out, and shape sampling with generation.temperature"
+            )
+        raise ConfigError(f"unknown key {key!r}; {_closest(key, valid)}")
+
+
+def _refuse_borrowed_clip_range(layers: Layers) -> None:
+    """A sequence ratio needs its own clip range: the one that the base gave for token ratios is 1000 times too wide."""
+    if OmegaConf.select(layers.overrides, "loss.variant") != "gspo":
+        return
+    missing = [f"loss.{name}" for name in ("clip_low", "clip_high") if name not in (layers.overrides.get("loss") or {})]
+    if missing and OmegaConf.select(layers.base, "loss.variant") != "gspo":
+        raise ConfigError(
+            f"loss.variant='gspo' needs its own clip range, got none for {' and '.join(missing)}; set loss.clip_low "
+            "and loss.clip_high, of the order of 3e-4 and 4e-4"
+        )
 
 
 def _closest(key: str, valid: set[str]) -> str:
@@ -121,9 +202,15 @@ def _closest(key: str, valid: set[str]) -> str:
     leaves: dict[str, list[str]] = {}
     for other in sorted(valid):
         leaves.setdefault(other.rpartition(".")[2], []).append(other)
-    matches = leaves.get(leaf) or difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
-    if not matches:
-        matches = [full for close in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.6) for full in leaves[close]]
+    section = key.partition(".")[0]
+    siblings = [other.rpartition(".")[2] for other in valid if other.startswith(f"{section}.")]
+    matches = (
+        leaves.get(leaf)
+        or ([_NAMES_ELSEWHERE[leaf]] if leaf in _NAMES_ELSEWHERE else [])
+        or [f"{section}.{close}" for close in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)]
+        or ([] if siblings else difflib.get_close_matches(key, valid, n=1, cutoff=0.6))
+        or [full for close in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.6) for full in leaves[close]]
+    )
     if not matches:
         return "list the keys with: uv run apps/grpo config"
     named = [f"{match!r} (section {match.partition('.')[0]!r})" for match in matches[:3]]
@@ -131,12 +218,17 @@ def _closest(key: str, valid: set[str]) -> str:
 
 
 def _explain(error: ValidationError) -> str:
-    first = error.errors()[0]
+    first, *others = error.errors()
     key = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
-    if not key or message.startswith(key.partition(".")[0]):
-        return message
-    return f"{key}: {message}, got {first.get('input')!r}; see: uv run apps/grpo config"
+    more = f" (and {len(others)} more)" if others else ""
+    if first["type"] != "value_error":
+        return f"{key}: {message}, got {first.get('input')!r}{more}; see: uv run apps/grpo config"
+    if not key or message.startswith(f"{key.partition('.')[0]}."):
+        return message + more
+    # The models of core do not know the section that they are.
+    joint = "." if key in Config.model_fields else " " if message.startswith("must ") else ": "
+    return f"{key}{joint}{message}{more}"
 
 
 def _one_line(error: Exception) -> str:

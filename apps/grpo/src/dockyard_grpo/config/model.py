@@ -45,18 +45,54 @@ class Config(Section):
             raise ValueError("policy.model is required, got null; give a directory or a hub id: policy.model=DIR")
         if self.data.train is None:
             raise ValueError("data.train is required, got null; give a JSONL of tasks: data.train=TASKS.jsonl")
-        if self.max_prompt_tokens < 1:
+        self._check_lengths()
+        if self.loss.proximal == "given" and self.grpo.updates_per_batch == 1:
             raise ValueError(
-                f"no token is left for the prompt: generation.max_model_len {self.generation.max_model_len} - "
-                f"max_new_tokens {self.generation.max_new_tokens}; raise generation.max_model_len"
+                "loss.proximal='given' needs grpo.updates_per_batch >= 2, got 1: before a batch's first update a "
+                "recompute equals the current logprobs; set loss.proximal=current"
             )
-        room = self.generation.max_model_len - self.generation.max_new_tokens
+        if self.evaluation.every_steps is not None and self.data.validation is None:
+            raise ValueError(
+                f"evaluation.every_steps={self.evaluation.every_steps} needs held-out tasks, got data.validation=null; "
+                "set data.validation=TASKS.jsonl"
+            )
+        if self.reward.overlong_buffer_tokens > self.generation.max_new_tokens:
+            raise ValueError(
+                "reward.overlong_buffer_tokens must be <= generation.max_new_tokens "
+                f"({self.generation.max_new_tokens}), got {self.reward.overlong_buffer_tokens}; lower it"
+            )
+        if self.sandbox.token_file is not None and self.sandbox.url is None:
+            raise ValueError(
+                f"sandbox.token_file={self.sandbox.token_file} is for a server of yours, got sandbox.url=null; "
+                "set sandbox.url, or leave the token out"
+            )
+        if self.generation.backend != "vllm" and self.generation.tensor_parallel_size > 1:
+            raise ValueError(
+                f"generation.tensor_parallel_size={self.generation.tensor_parallel_size} needs "
+                f"generation.backend=vllm, got {self.generation.backend}; set it to 1, raise generation.num_engines"
+            )
+        return self
+
+    def _check_lengths(self) -> None:
+        generation, policy = self.generation, self.policy
+        room = generation.max_model_len - generation.max_new_tokens
         if self.max_prompt_tokens > room:
             raise ValueError(
                 f"data.max_prompt_tokens must be <= generation.max_model_len - max_new_tokens = {room}, "
                 f"got {self.max_prompt_tokens}; raise generation.max_model_len"
             )
-        return self
+        row = max(policy.row_length or 0, generation.max_model_len)
+        if policy.micro_batch_tokens < row:
+            source = "policy.row_length" if row == policy.row_length else "generation.max_model_len"
+            raise ValueError(
+                f"policy.micro_batch_tokens must hold a row of {source} = {row} tokens, got "
+                f"{policy.micro_batch_tokens}; raise it"
+            )
+        if self.refit.probe_tokens >= generation.max_model_len:
+            raise ValueError(
+                f"refit.probe_tokens must be < generation.max_model_len ({generation.max_model_len}), "
+                f"got {self.refit.probe_tokens}; lower it"
+            )
 
     @property
     def max_prompt_tokens(self) -> int:

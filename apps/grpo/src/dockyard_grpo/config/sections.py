@@ -9,17 +9,18 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Count = Annotated[int, Ge(1)]
 Seconds = Annotated[float, Gt(0)]
+Decay = Annotated[float, Ge(0), Lt(1)]
 
 
 class Section(BaseModel):
     """A closed, immutable part of the configuration."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class PolicySection(Section):
@@ -29,7 +30,7 @@ class PolicySection(Section):
     backend: Literal["torch"] = Field("torch", description="Trainer backend.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Parameter dtype.")
     learning_rate: Annotated[float, Ge(0)] = Field(1e-6, description="Peak learning rate of AdamW.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's exponential decays.")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="AdamW's exponential decays.")
     eps: Annotated[float, Gt(0)] = Field(1e-8, description="AdamW's epsilon.")
     weight_decay: Annotated[float, Ge(0)] = Field(0.0, description="AdamW's decoupled weight decay.")
     warmup_steps: Annotated[int, Ge(0)] = Field(3, description="Steps of linear warm-up.")
@@ -132,7 +133,7 @@ class ClusterSection(Section):
     inference_gpus: Annotated[int, Ge(0)] | None = Field(None, description="GPUs per engine; null = as above.")
     num_sandboxes: Count = Field(1, description="Sandbox servers.")
     sandbox_cpus: Count = Field(1, description="CPUs per sandbox server.")
-    object_store_mib: Count = Field(256, description="Shared memory of a Ray started here, MiB.")
+    object_store_mib: Annotated[int, Ge(80)] = Field(256, description="Shared memory of a Ray started here, MiB.")
 
     @property
     def threads_per_worker(self) -> int:
@@ -163,6 +164,9 @@ class LoggingSection(Section):
     """What a person sees."""
 
     console: Literal["auto", "bar", "plain"] = Field("auto", description="bar on a terminal, else plain lines.")
+    trackers: tuple[Literal["tensorboard"], ...] = Field(
+        ("tensorboard",), description="Where scalars go besides metrics.jsonl: <run.dir>/tensorboard; [] = nowhere."
+    )
 
 
 class RunSection(Section):

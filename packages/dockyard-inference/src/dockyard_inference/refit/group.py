@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from dockyard_core.errors import RefitError
 from dockyard_core.refit import RefitUpdate
 
 if TYPE_CHECKING:
@@ -95,6 +96,12 @@ class Board:
                 return found
             time.sleep(min(pause_s, deadline.left_s))
             pause_s = min(1.3 * pause_s, _LAST_POLL_S)
+
+
+def plain_message(error: RefitError) -> str:
+    """The message without the versions, which whoever raises it again adds anew."""
+    text = str(error)
+    return text.removesuffix(f" (wanted policy version {error.wanted_version}, holds {error.held_version})")
 
 
 def plan_id(update: RefitUpdate) -> str:

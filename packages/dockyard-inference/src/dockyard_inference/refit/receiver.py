@@ -19,7 +19,17 @@ from dockyard_core.refit import (
     layer_of,
     plan_buckets,
 )
-from dockyard_inference.refit.group import NO, OK, Board, Deadline, broadcast, digest_of, open_group, plan_id
+from dockyard_inference.refit.group import (
+    NO,
+    OK,
+    Board,
+    Deadline,
+    broadcast,
+    digest_of,
+    open_group,
+    plain_message,
+    plan_id,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +88,7 @@ class BucketReceiver:
         try:
             check_bijection(update.manifest, held, policy_version=update.policy_version)
         except WeightMismatch as error:
-            board.put(self._key("ready"), f"{NO} {error}")
+            board.put(self._key("ready"), f"{NO} {plain_message(error)}")
             raise
         board.put(self._key("ready"), f"{OK} {plan_id(update)}")
 
@@ -116,7 +126,7 @@ class BucketReceiver:
     def report(self, error: RefitError | None) -> None:
         """Tell the sender how the update ended on this rank."""
         if self._board is not None:
-            self._board.put(self._key("done"), OK if error is None else f"{NO} {error}")
+            self._board.put(self._key("done"), OK if error is None else f"{NO} {plain_message(error)}")
 
     def _take(self, update: RefitUpdate, bucket: Bucket, number: int) -> torch.Tensor:
         import torch
@@ -140,7 +150,8 @@ class BucketReceiver:
 
     def _late(self, update: RefitUpdate, what: str) -> RefitTimeout:
         return RefitTimeout(
-            f"rank {self.rank} waited {update.timeout_s} s for rank 0: {what}", wanted_version=update.policy_version
+            f"rank {self.rank} gave up on rank 0 (deadline {update.timeout_s} s): {what}",
+            wanted_version=update.policy_version,
         )
 
     def _joined(self, update: RefitUpdate) -> Board:

@@ -236,7 +236,10 @@ class TransformersGenerator:
     def _load(self) -> None:
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        had_bar = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 self.config.model,
@@ -245,6 +248,9 @@ class TransformersGenerator:
             )
         except OSError as error:
             raise GeneratorError(f"cannot load {self.config.model}: {error}") from error
+        finally:
+            if had_bar:
+                logging.enable_progress_bar()
         self._model = model.to(self.config.device).eval()
         self._receiver = BucketReceiver(self._model.device)
         self._rng = torch.Generator(device=self._model.device)

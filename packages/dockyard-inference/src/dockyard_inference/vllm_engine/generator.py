@@ -29,6 +29,9 @@ _ERRORS: dict[str, type[RefitError]] = {
     "RefitError": RefitError,
 }
 
+_ANSWER_S = 30.0
+"""How long after a refit's own deadline the workers may take to say how it ended."""
+
 
 class VllmGenerator:
     """One vLLM engine. All methods belong to the event loop that called ``start``."""
@@ -168,7 +171,15 @@ class VllmGenerator:
             started = time.perf_counter()
             self._raise_failure(await self._rpc("dockyard_prepare", info), update.policy_version)
             transaction.begin()
-            reports, seconds = await self._transfer(info, update)
+            try:
+                async with asyncio.timeout(update.timeout_s + _ANSWER_S):
+                    reports, seconds = await self._transfer(info, update)
+            except TimeoutError as error:
+                raise RefitTimeout(
+                    f"the engine's workers did not answer within {update.timeout_s + _ANSWER_S} s",
+                    wanted_version=update.policy_version,
+                    held_version=self._version,
+                ) from error
             report = self._attested(reports, update)
             transaction.commit()
         seconds["total"] = time.perf_counter() - started

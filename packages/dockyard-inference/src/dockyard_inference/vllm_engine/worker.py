@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from dockyard_core.errors import RefitError, WeightMismatch
 from dockyard_core.refit import RefitEndpoint, RefitUpdate, TensorSpec
 from dockyard_inference.refit.checkpoint import held_tensors
+from dockyard_inference.refit.group import plain_message
 from dockyard_inference.refit.receiver import BucketReceiver, LoadCounter
 from dockyard_inference.vllm_engine.owner import die_with
 
@@ -165,7 +166,7 @@ class RefitExtension:
         try:
             self.weight_transfer_engine.prepare(UpdateInfo(**info).to_update())
         except RefitError as error:
-            return type(error).__name__, error.args[0]
+            return type(error).__name__, plain_message(error)
         return None
 
     def dockyard_connect(self, info: dict[str, Any]) -> tuple[str, str] | None:
@@ -173,7 +174,7 @@ class RefitExtension:
         try:
             self.weight_transfer_engine.init_transfer_engine(InitInfo(**info))
         except RefitError as error:
-            return type(error).__name__, error.args[0]
+            return type(error).__name__, plain_message(error)
         return None
 
     def dockyard_report(self) -> dict[str, Any]:
@@ -181,7 +182,7 @@ class RefitExtension:
         engine = self.weight_transfer_engine
         failure = engine.failure
         return {
-            "failure": None if failure is None else (type(failure).__name__, failure.args[0]),
+            "failure": None if failure is None else (type(failure).__name__, plain_message(failure)),
             "num_tensors": engine.counter.num_tensors,
             "num_bytes": engine.counter.num_bytes,
             "elements_per_layer": dict(engine.counter.per_layer),

