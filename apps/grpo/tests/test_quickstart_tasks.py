@@ -100,7 +100,7 @@ def test_heldout_functions_are_new_and_the_jargon_is_never_used(tasks: dict[str,
         lines = [line for task in tasks[split] for _, text in task.prompt_files for line in text.splitlines()]
         return {line[len("def ") : line.index("(")] for line in lines if line.startswith("def ")}
 
-    assert len(names("train.jsonl")) > 100
+    assert len(names("train.jsonl")) > 90
     assert not names("train.jsonl") & names("heldout.jsonl")
     issues = " ".join(task.problem_statement for split in tasks.values() for task in split)
     assert not set(issues.split()) & {word for words in JARGON.values() for word in words}

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -63,9 +63,9 @@ def doctor(file: Path | None, overrides: Sequence[str], *, as_json: bool = False
         findings.append(finding)
         if not as_json:
             style = _STYLES[finding.status]
-            console.print(f"[{style}]{finding.status:<5}[/]{finding.name:<14}{escape(finding.found)}")
+            console.print(f"[{style}]{finding.status:<5}[/]{finding.name:<16}{escape(finding.found)}")
             if finding.mend:
-                console.print(f"{'':<19}-> {escape(finding.mend)}")
+                console.print(f"{' ' * 21}-> {escape(finding.mend)}")
     has_failed = any(finding.status == "fail" for finding in findings)
     if as_json:
         report = {"ok": not has_failed, "findings": [asdict(finding) for finding in findings]}
@@ -95,7 +95,8 @@ def _load(file: Path | None, overrides: Sequence[str]) -> tuple[Config, Finding 
     try:
         return load_config(file, overrides), None
     except UserError as error:
-        return load_config(None, []), _failed("configuration", error)
+        problem = _failed("configuration", error)
+        return load_config(None, []), replace(problem, found=f"{problem.found} (below: the quickstart's values)")
 
 
 def _judge(name: str, check: Callable[[Config], str], config: Config) -> Finding:
@@ -154,7 +155,10 @@ def _devices(probe: Future[tuple[str, list[str]] | str]) -> Iterator[Finding]:
     expected = preflight.visible_gpus()
     if not gpus and expected:
         yield Finding(
-            "warn", "GPUs", f"{expected} visible, but this torch uses none", "uv run --no-group cpu --group vllm apps/grpo"
+            "warn",
+            "GPUs",
+            f"{expected} visible, but this torch uses none",
+            "uv run --no-group cpu --group vllm apps/grpo",
         )
     else:
         yield Finding("ok", "GPUs", ", ".join(gpus) or "none: everything runs on the CPU")

@@ -54,6 +54,12 @@ def check_model(config: Config) -> str:
     if model is None:
         return f"hub id {config.policy.model}, checked when it loads"
     model_type, parameters = model.config["model_type"], model.num_parameters
+    model.check_vocabulary()
+    if config.data.prompt_template == "chat" and not model.has_chat_template:
+        raise ConfigError(
+            f"data.prompt_template=chat needs a tokenizer with a chat template, got none in {str(model.path)!r}; "
+            "use auto or plain"
+        )
     length, heads = config.generation.max_model_len, model.config.get("num_attention_heads")
     if model.max_positions is not None and length > model.max_positions:
         raise ConfigError(
@@ -64,12 +70,6 @@ def check_model(config: Config) -> str:
     if isinstance(heads, int) and heads % parts:
         raise ConfigError(
             f"generation.tensor_parallel_size must divide the model's {heads} attention heads, got {parts}; lower it"
-        )
-    model.check_vocabulary()
-    if config.data.prompt_template == "chat" and not model.has_chat_template:
-        raise ConfigError(
-            f"data.prompt_template=chat needs a tokenizer with a chat template, got none in {str(model.path)!r}; "
-            "use auto or plain"
         )
     return f"{model_type}, {parameters:,} parameters, in {model.path}"
 

@@ -150,7 +150,9 @@ def _read_yaml(file: Path) -> DictConfig:
 
 def _as_mapping(loaded: DictConfig | ListConfig, name: str) -> DictConfig:
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"a configuration is a mapping of sections, got a list in {name}; write section: {{key: value}}")
+        raise ConfigError(
+            f"a configuration is a mapping of sections, got a list in {name}; write section: {{key: value}}"
+        )
     return loaded
 
 

@@ -26,7 +26,7 @@ from dockyard_grpo.quickstart.family import BUG_CLASSES, Function, Problem, draw
 __all__ = ["BUNDLE_NAME", "QuickstartTask", "build_tasks", "main", "write_tasks"]
 
 BUNDLE_NAME = "tasks.bundle"
-NUM_TRAIN = 192
+NUM_TRAIN = 96
 NUM_HELDOUT = 72
 _SEEDS = {False: 1, True: 2}
 
