@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,13 @@ def rows(path: Path) -> list[dict[str, Any]]:
 class RunningApp:
     """`python apps/grpo …` in a process group of its own, with a mark that its processes inherit."""
 
-    def __init__(self, run_dir: Path, *overrides: str) -> None:
+    def __init__(self, run_dir: Path, *overrides: str, launcher: Sequence[str] = (sys.executable,)) -> None:
         self.run_dir = run_dir
         self.mark = uuid.uuid4().hex
         self._log = run_dir.with_suffix(f".{self.mark[:6]}.log")
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "apps/grpo", f"run.dir={run_dir}", *overrides],
+                [*launcher, "apps/grpo", f"run.dir={run_dir}", *overrides],
                 cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -21,7 +21,8 @@ FIELDS = {
 
 
 def run_app(run_dir: Path, *overrides: str) -> str:
-    app = RunningApp(run_dir, *SMALL, *overrides)
+    # As a user starts it: Ray treats a driver under `uv run` in a way of its own.
+    app = RunningApp(run_dir, *SMALL, *overrides, launcher=("uv", "run", "--no-sync"))
     assert app.wait(900) == 0, app.output[-4000:]
     assert app.survivors() == []
     return app.output

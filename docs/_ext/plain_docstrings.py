@@ -15,7 +15,10 @@ from sphinx.util.typing import ExtensionMetadata
 
 _LITERAL = re.compile(r"(``.+?``|`[^`]+`)")
 _LABEL = re.compile(r"(?P<indent> *)(?:References|Raises|Returns): \S")
-_BEFORE_NAPOLEON = 400
+_BEFORE_NAPOLEON, _AFTER_NAPOLEON = 400, 600
+_ONE_LINERS = frozenset({"attribute", "data", "property"})
+_kept: dict[str, list[str]] = {}
+"""Docstrings that napoleon is not shown: it takes what stands before their first colon for a type."""
 
 
 def adapt(lines: list[str]) -> list[str]:
@@ -47,9 +50,18 @@ def _process(app: Sphinx, what: str, name: str, documented: Any, options: Any, l
     # A value without a docstring of its own answers with that of its type.
     is_own = what != "data" or "\n".join(lines).strip() != inspect.cleandoc(type(documented).__doc__ or "").strip()
     lines[:] = adapt(lines) if is_own else []
+    if what in _ONE_LINERS:
+        _kept[name] = list(lines)
+        lines.clear()
+
+
+def _give_back(app: Sphinx, what: str, name: str, documented: Any, options: Any, lines: list[str]) -> None:
+    if what in _ONE_LINERS:
+        lines[:] = _kept.pop(name)
 
 
 def setup(app: Sphinx) -> ExtensionMetadata:
-    """Connect before napoleon reads the docstring."""
+    """Connect before napoleon reads the docstring, and after."""
     app.connect("autodoc-process-docstring", _process, priority=_BEFORE_NAPOLEON)
+    app.connect("autodoc-process-docstring", _give_back, priority=_AFTER_NAPOLEON)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

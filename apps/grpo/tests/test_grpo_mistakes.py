@@ -118,14 +118,14 @@ SURROUNDINGS = (
     Mistake("policy.model={world}/family data.train=x", "of a family qwen2, qwen3, llama, got 'gpt2'"),
     Mistake("policy.model={world}/no_weights data.train=x", "policy.model must hold safetensors weights, got none"),
     Mistake("policy.model={world}/pointer data.train=x", "which is none (a pointer of git-lfs?); download it"),
-    Mistake("policy.model={world}/cut data.train=x", "policy.model must hold whole weights, got 2000000 of"),
+    Mistake("policy.model={world}/cut data.train=x", "policy.model must hold whole weights, got 1000000 of"),
     Mistake("policy.model={world}/shard data.train=x", "got no model-00002.safetensors in"),
     Mistake("policy.model={world}/no_tokenizer data.train=x", "policy.model must hold its tokenizer, got none"),
     Mistake("policy.model={world}/no_eos data.train=x", "needs a tokenizer with an eos token"),
     Mistake("policy.model={world}/odd_eos data.train=x", "got '<nowhere>', which tokenizer.json"),
     Mistake("policy.model={world}/vocabulary data.train=x", "got vocab_size 300 and a tokenizer with ids up to"),
-    Mistake("generation.max_model_len=1024", "the model's max_position_embeddings (512), got 1024"),
-    Mistake("generation.tensor_parallel_size=3", "must divide the model's 4 attention heads, got 3"),
+    Mistake("generation.max_model_len=30000", "max_position_embeddings ("),
+    Mistake("generation.tensor_parallel_size=3", "attention heads, got 3; lower it"),
     Mistake("data.prompt_template=chat", "needs a tokenizer with a chat template, got none"),
     # the data
     Mistake(f"{OWN} data.train={{world}}/none.jsonl", "none.jsonl: file: must be a readable file"),
@@ -198,7 +198,7 @@ def _write_models(world: Path) -> None:
     _edit(models["family"] / "config.json", model_type="gpt2")
     (models["no_weights"] / "model.safetensors").unlink()
     (models["pointer"] / "model.safetensors").write_text("version 1 of a pointer, oid sha256:0123, size 2899072\n")
-    os.truncate(models["cut"] / "model.safetensors", 2_000_000)
+    os.truncate(models["cut"] / "model.safetensors", 1_000_000)
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}
     (models["shard"] / "model.safetensors.index.json").write_text(json.dumps(index))
     for name in ("tokenizer.json", "tokenizer_config.json"):

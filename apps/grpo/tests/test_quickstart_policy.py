@@ -86,8 +86,9 @@ def test_a_heldout_name_is_three_tokens(tokenizer: Any) -> None:
 
 
 def test_the_same_seed_builds_the_same_policy(tmp_path: Path) -> None:
+    phases = (warm_start.Phase(num_steps=2, batch_size=4), warm_start.Phase(num_steps=2, batch_size=8))
     for name in ("first", "second"):
-        warm_start.train(tmp_path / name, num_steps=3, seed=1)
+        warm_start.train(tmp_path / name, phases=phases, seed=1)
     for file in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes()
     assert (tmp_path / "first" / "tokenizer.json").read_bytes() == (POLICY / "tokenizer.json").read_bytes()
@@ -100,11 +101,17 @@ def test_padding_and_prompt_tokens_weigh_what_they_should() -> None:
 
 
 def test_the_learning_rate_rises_holds_and_falls() -> None:
-    rates = [warm_start.rate(step, 1000) for step in range(1000)]
-    assert rates[0] == pytest.approx(1 / 30)
-    assert rates[29:501] == pytest.approx([1.0] * 472)
-    assert rates[750] == pytest.approx(0.5)
-    assert 0 < rates[999] < 0.003
+    phase = warm_start.Phase(num_steps=1000, batch_size=32, peak=0.5, decay_share=0.5)
+    rates = [phase.rate(step) for step in range(1000)]
+    assert rates[0] == pytest.approx(0.5 / 30)
+    assert rates[29:501] == pytest.approx([0.5] * 472)
+    assert rates[750] == pytest.approx(0.25)
+    assert 0 < rates[999] < 0.0015
+
+
+def test_the_share_of_jargon_falls_over_the_first_half() -> None:
+    phase = warm_start.Phase(num_steps=100, batch_size=32, jargon_shares=(0.9, 0.5))
+    assert [phase.jargon_share(step) for step in (0, 25, 50, 99)] == pytest.approx([0.9, 0.7, 0.5, 0.5])
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (64, 16), (16, 64)])

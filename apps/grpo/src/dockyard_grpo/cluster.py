@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 from dockyard_core import ConfigError
 from dockyard_grpo.config import Config
 
-# Ray re-launches workers through `uv run` by default, which would sync the environment again.
+# Read when Ray is first imported, so nothing else of the app may import it earlier. Ray re-launches
+# workers through `uv run` by default, which would sync the environment again.
 _RAY_ENVIRONMENT = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "SPT_NOENV": "1",  # a process title must not overwrite the environment, by which `reaper` knows its own
@@ -90,6 +92,7 @@ def start_ray(config: Config, folder: Path) -> int:
         config: of the run.
         folder: where a Ray started here keeps its sessions and logs.
     """
+    assert "ray" not in sys.modules, "Ray reads these variables when it is imported"
     os.environ.update({name: os.environ.get(name, value) for name, value in _RAY_ENVIRONMENT.items()})
     # Container images like to set this; without bytecode an engine starts in twice the time, every time.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -115,6 +118,14 @@ def start_ray(config: Config, folder: Path) -> int:
             logging_level="ERROR",
         )
     return int(ray.cluster_resources().get("GPU", 0))
+
+
+def stop_ray() -> None:
+    """Leave the cluster, or end the Ray started here; harmless before `start_ray`."""
+    if "ray" in sys.modules:
+        import ray
+
+        ray.shutdown()
 
 
 def place(fleet: Fleet, *, timeout_s: float = 120.0) -> Any:

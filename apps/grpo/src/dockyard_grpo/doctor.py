@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,15 +33,21 @@ _CONNECT_TIMEOUT_S = 2.0
 _WHEELS = ("dockyard-grpo", "dockyard-core", "dockyard-inference", "dockyard-sandbox", "dockyard-trainer-torch")
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 _SYNC = "uv sync"
-_PROBES = {
-    "torch": "import torch; print(json.dumps([torch.__version__, "
-    "[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]]))",
-    "vllm": "import vllm; print(json.dumps([vllm.__version__, []]))",
-    "transformers": "import transformers; print(json.dumps([transformers.__version__, []]))",
-    "ray": "import ray; print(json.dumps([ray.__version__, []]))",
-}
+_PROBE = """\
+import json, sys
+for name in sys.argv[1:]:
+    try:
+        module = __import__(name)
+        cuda = module.cuda if name == "torch" else None
+        answer = [module.__version__, [cuda.get_device_name(i) for i in range(cuda.device_count())] if cuda else []]
+    except BaseException as error:
+        answer = f"import fails: {type(error).__name__}: {error}"
+    print(json.dumps([name, answer]), flush=True)
+"""
 
 Status = Literal["ok", "warn", "fail"]
+Answer = tuple[str, list[str]] | str
+"""Version and devices of a module, or why there are none."""
 
 
 @dataclass(frozen=True)
@@ -75,18 +81,18 @@ def doctor(file: Path | None, overrides: Sequence[str], *, as_json: bool = False
 
 def examine(file: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
     """Every finding; takes less than 20 s."""
-    with ThreadPoolExecutor(len(_PROBES)) as pool:
+    with ThreadPoolExecutor(2) as pool:
         config, problem = _load(file, overrides)
         engine = "vllm" if config.generation.backend == "vllm" else "transformers"
-        probes = {name: pool.submit(_probe, name) for name in ("torch", engine, "ray")}
+        engines, ray = pool.submit(_probe, "torch", engine), pool.submit(_probe, "ray")
         yield Finding("ok", "python", f"{platform.python_version()} on {platform.platform()}")
         yield from _wheels()
         yield problem or Finding("ok", "configuration", "loads, no contradiction")
         yield from _files(config)
         yield _cores()
-        yield from _devices(probes["torch"])
-        yield _engine(engine, probes[engine])
-        yield from _ray(config, probes["ray"])
+        yield from _devices(engines.result()["torch"])
+        yield _engine(engine, engines.result()[engine])
+        yield from _ray(config, ray.result()["ray"])
         yield _shared_memory(config)
 
 
@@ -145,8 +151,7 @@ def _cores() -> Finding:
     return Finding("ok", "cpu", found)
 
 
-def _devices(probe: Future[tuple[str, list[str]] | str]) -> Iterator[Finding]:
-    answer = probe.result()
+def _devices(answer: Answer) -> Iterator[Finding]:
     if isinstance(answer, str):
         yield Finding("fail", "torch", answer, _SYNC)
         return
@@ -164,8 +169,7 @@ def _devices(probe: Future[tuple[str, list[str]] | str]) -> Iterator[Finding]:
         yield Finding("ok", "GPUs", ", ".join(gpus) or "none: everything runs on the CPU")
 
 
-def _engine(name: str, probe: Future[tuple[str, list[str]] | str]) -> Finding:
-    answer = probe.result()
+def _engine(name: str, answer: Answer) -> Finding:
     if isinstance(answer, str):
         mend = "uv sync --group cpu (no GPU), or uv sync --no-group cpu --group vllm" if name == "vllm" else _SYNC
         return Finding("fail", "engine", f"{name}: {answer}", mend)
@@ -184,8 +188,7 @@ def _distribution(name: str) -> str:
     return ""
 
 
-def _ray(config: Config, probe: Future[tuple[str, list[str]] | str]) -> Iterator[Finding]:
-    answer = probe.result()
+def _ray(config: Config, answer: Answer) -> Iterator[Finding]:
     if isinstance(answer, str):
         yield Finding("fail", "ray", answer, _SYNC)
         return
@@ -227,19 +230,21 @@ def _shared_memory(config: Config) -> Finding:
     return Finding("ok", "/dev/shm", f"{free_mib} MiB free, {wanted} wanted")
 
 
-def _probe(name: str) -> tuple[str, list[str]] | str:
-    """Version and devices, or why the import failed."""
+def _probe(*modules: str) -> dict[str, Answer]:
+    """Import modules one after the other in a process of their own: version and devices, or what went wrong."""
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
-    command = [sys.executable, "-c", f"import json; {_PROBES[name]}"]
-    try:
-        answer = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"import takes more than {_IMPORT_TIMEOUT_S:.0f} s"
-    lines = answer.stdout.strip().splitlines()
-    if answer.returncode != 0 or not lines:
-        errors = answer.stderr.strip().splitlines()
-        return f"import fails: {errors[-1] if errors else f'exit code {answer.returncode}'}"
-    found_version, devices = json.loads(lines[-1])
-    return found_version, devices
+    command = [sys.executable, "-c", _PROBE, *modules]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        try:
+            out, _ = process.communicate(timeout=_IMPORT_TIMEOUT_S)
+            missing = f"import fails: exit code {process.returncode}"
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, _ = process.communicate()
+            missing = f"import takes more than {_IMPORT_TIMEOUT_S:.0f} s"
+    answers: dict[str, Answer] = dict.fromkeys(modules, missing)
+    for line in out.decode(errors="replace").splitlines():
+        if line.startswith("["):
+            name, answer = json.loads(line)
+            answers[name] = answer if isinstance(answer, str) else (answer[0], answer[1])
+    return answers

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from dockyard_core import StepMetrics
+from dockyard_core.refit import ProbeDiff
 from dockyard_grpo.summary import GroupSummary, RolloutSummary
 
 
@@ -53,7 +54,7 @@ def step_row(
     groups: Sequence[GroupSummary],
     staleness: Sequence[int],
     dropped: dict[str, int],
-    probe: tuple[float, float],
+    probe: ProbeDiff,
     times: StepTimes,
 ) -> dict[str, Any]:
     """Assemble a row.
@@ -64,7 +65,7 @@ def step_row(
         groups: the step's groups.
         staleness: of each group's oldest token at consumption.
         dropped: cause -> rollouts dropped since the start of the run.
-        probe: mean and max |engine − trainer| logprob at the same version, after the step's refit.
+        probe: |engine − trainer| logprobs at the same version, after the step's refit.
         times: seconds.
     """
     rollouts = [rollout for summary in groups for rollout in summary.rollouts]
@@ -89,8 +90,8 @@ def step_row(
         "kl_ref": trained.kl_ref,
         "staleness_mean": _mean([float(value) for value in staleness]),
         "staleness_max": max(staleness, default=0),
-        "refit_probe_abs_diff_mean": probe[0],
-        "refit_probe_abs_diff_max": probe[1],
+        "refit_probe_abs_diff_mean": probe.abs_diff_mean,
+        "refit_probe_abs_diff_max": probe.abs_diff_max,
         "offpolicy_abs_diff_mean": trained.offpolicy_abs_diff_mean,
         "offpolicy_abs_diff_max": trained.offpolicy_abs_diff_max,
         "truncated_rate": _mean([float(r.finish_reason == "length") for r in rollouts]),

@@ -21,13 +21,14 @@ from dockyard_core import GroupId, StepMetrics, Task
 from dockyard_core.advantage import group_advantages
 from dockyard_core.data import TaskSampler, dataset_fingerprint
 from dockyard_core.loop import EMPTY_LEDGER, Ledger, LoopConfig, LoopMachine
+from dockyard_core.refit import ProbeDiff
 from dockyard_grpo.checkpoints import Checkpointer
 from dockyard_grpo.config import Config
 from dockyard_grpo.evaluation import Evaluator
 from dockyard_grpo.fleets import Fleets
 from dockyard_grpo.metrics import Evaluation, StepTimes, step_row
 from dockyard_grpo.progress import Reporter
-from dockyard_grpo.refit import ProbeResult, RefitCoordinator
+from dockyard_grpo.refit import RefitCoordinator
 from dockyard_grpo.resume import RestorePoint, check_dataset, read_rows, roll_back
 from dockyard_grpo.run_directory import RunDirectory
 from dockyard_grpo.summary import GroupSummary
@@ -96,7 +97,7 @@ class Pipeline:
         probe = await self._refits.prepare(self._machine.policy_version)
         self._reporter.say(
             f"engines and trainer agree at version {self._machine.policy_version}: "
-            f"mean |logprob difference| {probe.mean:.1e}"
+            f"mean |logprob difference| {probe.abs_diff_mean:.1e}"
         )
         done = point.step if point is not None else 0
         if self._evaluator.has_tasks and done == 0:
@@ -123,6 +124,8 @@ class Pipeline:
         """Bring trainer, engines, sampler and state machine to a restore point."""
         check_dataset(point, self._dataset)
         num_rolled_back = roll_back(self._run.path, point)
+        kept = read_rows(self._run.path / "metrics.jsonl")
+        self._timeline.earlier_s = kept[-1]["wall_s"] if kept else 0.0
         state = point.loop or {"machine": self._machine.snapshot() | {"ledger": EMPTY_LEDGER}}
         if point.checkpoint is not None:
             await self._fleets.restore(point.checkpoint)
@@ -225,7 +228,7 @@ class Pipeline:
             groups=summaries,
             staleness=staleness,
             dropped=dict(self._machine.ledger.dropped_rollouts),
-            probe=(probe.mean, probe.max),
+            probe=probe,
             times=times,
         )
         await self._finish_row(step, row)
@@ -235,7 +238,7 @@ class Pipeline:
         metrics: StepMetrics = answers[0]
         return metrics
 
-    async def _refit(self, step: int) -> ProbeResult:
+    async def _refit(self, step: int) -> ProbeDiff:
         with self._timeline.span("trainer", "refit", step=step):
             if not self._machine.refit.is_fresh:
                 await self._refits.refit(self._machine)

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from dockyard_core import RefitError
 from dockyard_core.loop import LoopMachine
-from dockyard_core.refit import RefitReport, RefitUpdate, elements_per_layer
+from dockyard_core.refit import ProbeDiff, RefitReport, RefitUpdate, elements_per_layer, probe_diff
 from dockyard_grpo.config import Config
 from dockyard_grpo.fleets import Fleets
-
-Logprobs = Sequence[Sequence[float]]
-
-
-@dataclass(frozen=True)
-class ProbeResult:
-    """|engine − trainer| logprobs of the given probe tokens at one policy version, nats."""
-
-    mean: float
-    max: float
 
 
 class RefitCoordinator:
@@ -33,7 +22,7 @@ class RefitCoordinator:
         self._elements = elements_per_layer(fleets.manifest)
         self.incarnation = 0
 
-    async def prepare(self, version: int) -> ProbeResult:
+    async def prepare(self, version: int) -> ProbeDiff:
         """Choose the probe tokens and compare both sides at the version they start with."""
         engine = next(iter(self._fleets.engines.values()))
         refit = self._config.refit
@@ -61,33 +50,26 @@ class RefitCoordinator:
             machine.attest(name, report.policy_version)
         machine.end_refit()
 
-    async def probe(self, version: int) -> ProbeResult:
+    async def probe(self, version: int) -> ProbeDiff:
         """Score the probes on both sides at ``version``; the trainer must not step meanwhile."""
         trainer_sides, engine_sides = await asyncio.gather(
             asyncio.gather(*(trainer.probe.remote(self._probes) for trainer in self._fleets.trainers)),
             asyncio.gather(*(engine.score.remote(self._probes) for engine in self._fleets.engines.values())),
         )
-        results = [compare_logprobs(trainer_sides[0], side) for side in engine_sides]
-        worst = max(results, key=lambda result: result.mean)
-        if worst.mean > self._config.max_probe_abs_diff:
+        diffs = [probe_diff(engine_side, trainer_sides[0]) for engine_side in engine_sides]
+        worst = max(diffs, key=lambda diff: diff.abs_diff_mean)
+        allowed = self._config.max_probe_abs_diff
+        if worst.abs_diff_mean > allowed:
             raise RefitError(
-                f"the probe differs by {worst.mean:.2e} nats on average, allowed {self._config.max_probe_abs_diff:.0e}",
+                f"the probe differs by {worst.abs_diff_mean:.2e} nats on average, allowed {allowed:.0e}",
                 wanted_version=version,
             )
-        return ProbeResult(worst.mean, max(result.max for result in results))
+        return ProbeDiff(
+            worst.abs_diff_mean, max(diff.abs_diff_max for diff in diffs), sum(diff.num_tokens for diff in diffs)
+        )
 
     def _check_counts(self, name: str, report: RefitReport) -> None:
         if dict(report.elements_per_layer) != self._elements:
             raise RefitError(
                 f"{name} loaded other element counts per layer than were sent", wanted_version=report.policy_version
             )
-
-
-def compare_logprobs(trainer_side: Logprobs, engine_side: Logprobs) -> ProbeResult:
-    """Mean and max absolute difference over all probe tokens."""
-    differences = [
-        abs(mine - theirs)
-        for one, other in zip(trainer_side, engine_side, strict=True)
-        for mine, theirs in zip(one, other, strict=True)
-    ]
-    return ProbeResult(sum(differences) / len(differences), max(differences))

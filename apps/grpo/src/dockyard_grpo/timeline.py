@@ -15,6 +15,8 @@ class Timeline:
 
     def __init__(self) -> None:
         self._start = time.monotonic()
+        self.earlier_s = 0.0
+        """Seconds of the run's earlier lives."""
         self._events: list[dict[str, Any]] = [
             {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": fleet}} for fleet, pid in _TRACKS.items()
         ]
@@ -22,7 +24,7 @@ class Timeline:
     @property
     def wall_s(self) -> float:
         """Seconds since the start of the run."""
-        return time.monotonic() - self._start
+        return self.earlier_s + time.monotonic() - self._start
 
     def add(self, fleet: str, name: str, started_s: float, ended_s: float, *, lane: int = 0, **args: Any) -> None:
         """Add a span of a fleet, in seconds since the start of the run."""

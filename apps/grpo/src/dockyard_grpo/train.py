@@ -14,7 +14,7 @@ from pathlib import Path
 from dockyard_core import Task, UserError
 from dockyard_core.data import read_tasks
 from dockyard_grpo import compose, reaper, scratch
-from dockyard_grpo.cluster import start_ray
+from dockyard_grpo.cluster import start_ray, stop_ray
 from dockyard_grpo.config import Config
 from dockyard_grpo.fleets import Fleets
 from dockyard_grpo.pipeline import Pipeline
@@ -68,8 +68,6 @@ def train(config: Config) -> Outcome:
 
 
 def _run_fleets(job: _Job) -> signal.Signals | None:
-    import ray
-
     scratch.sweep()
     folder = scratch.make("ray")
     guard = reaper.start(folder)
@@ -82,7 +80,7 @@ def _run_fleets(job: _Job) -> signal.Signals | None:
         _keep_logs(folder, job)
         raise
     finally:
-        ray.shutdown()
+        stop_ray()
         reaper.reap(str(folder), spare=os.getpid())
         guard.kill()
         guard.wait()

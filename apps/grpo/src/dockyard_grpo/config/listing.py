@@ -26,6 +26,7 @@ from dockyard_grpo.config.model import Config
 DEFAULT = "default"
 _SIGNS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
 _NAMES: Mapping[Any, str] = {str: "text", Path: "path", NoneType: "null", bool: "true | false"}
+_NARROW = 130  # columns
 _WIDTH = 180  # columns, where there is no terminal to ask
 
 _DESCRIPTIONS = {
@@ -62,26 +63,26 @@ def list_keys(config: Config, layers: Layers) -> tuple[Key, ...]:
 
 
 def print_keys(keys: tuple[Key, ...], console: Console) -> None:
-    """A table; what differs from its default is bold."""
+    """A table; what differs from its default is bold. On a narrow terminal default and type go under the meaning."""
     width = console.width if console.is_terminal else _WIDTH
+    is_narrow = width < _NARROW
     table = Table(box=None, pad_edge=False, width=width)
-    for title, options in (
-        ("key", {"no_wrap": True}),
-        ("value", {"overflow": "fold", "min_width": 12}),
-        ("from", {"overflow": "fold"}),
-        ("default", {"overflow": "fold"}),
-        ("type", {"overflow": "fold"}),
-        ("meaning", {"ratio": 1, "min_width": 24}),
-    ):
-        table.add_column(title, **options)  # type: ignore[arg-type]
-    section = ""
+    table.add_column("key", no_wrap=True)
+    table.add_column("value", overflow="fold", min_width=10)
+    for title in ("from",) if is_narrow else ("from", "default", "type"):
+        table.add_column(title, overflow="fold")
+    table.add_column("meaning", ratio=1, min_width=24)
+    section = keys[0].name.partition(".")[0]
     for key in keys:
-        if section and not key.name.startswith(f"{section}."):
-            table.add_section()
+        if not key.name.startswith(f"{section}."):
             table.add_row()
-        section = key.name.partition(".")[0]
+            section = key.name.partition(".")[0]
         style = None if key.source == DEFAULT else "bold"
-        table.add_row(key.name, key.value, key.source, key.default, key.type, key.description, style=style)
+        if is_narrow:
+            cells = (key.source, f"{key.description} ({key.type}; default {key.default})")
+        else:
+            cells = (key.source, key.default, key.type, key.description)
+        table.add_row(key.name, key.value, *cells, style=style)
     console.print(table, markup=False, width=width, crop=False)
 
 

@@ -7,7 +7,7 @@ plausible ones: they teach the form of a diff (which file, which lines, one piec
 which edit is right. The others have their issue in the invented jargon and the right edit as target: they build the
 path from a word of the issue to a filling, which the tests later connect to plain words. Only training names are drawn.
 
-The number of steps and the seed are fixed and nothing depends on the clock. One thread makes a rerun on the same
+The numbers of steps and the seed are fixed and nothing depends on the clock. One thread makes a rerun on the same
 machine and library versions equal bit for bit.
 """
 
@@ -17,6 +17,7 @@ import argparse
 import logging
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,24 +28,57 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-__all__ = ["NUM_STEPS", "build_model", "main", "train"]
+__all__ = ["PHASES", "Phase", "build_model", "main", "train"]
 
 logger = logging.getLogger(__name__)
 
-NUM_STEPS = 5000
-BATCH_SIZE = 32
 MUON_LR = 0.02
 ADAM_LR = 4e-3
 WARMUP_STEPS = 30
-DECAY_SHARE = 0.75
-"""The learning rates fall linearly to zero over this last share of the steps."""
 PROMPT_WEIGHT = 0.1
 """Weight of a prompt token in the loss; a diff token weighs 1."""
-JARGON_SHARES = (0.9, 0.5)
-"""Share of jargon problems at the first step and from half of the steps on; linear between."""
-SINGLE_FUNCTION_SHARE = 0.25
-SINGLE_FUNCTION_STEPS = 200
-"""The first steps see modules of one function only."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """A stretch of steps with its own schedule, random stream and fresh optimizer state."""
+
+    num_steps: int
+    batch_size: int
+    peak: float = 1.0
+    """Factor on both learning rates after the warm-up."""
+    decay_share: float = 1.0
+    """The learning rates fall linearly to zero over this last share of the steps."""
+    jargon_shares: tuple[float, float] = (0.5, 0.5)
+    """Share of jargon problems at the first step and from half of the steps on; linear between."""
+    single_share: float = 0.0
+    """Probability that a step sees modules of one function only."""
+    num_single_steps: int = 0
+    """So many first steps do so in any case."""
+
+    def rate(self, step: int) -> float:
+        """Return the factor on the learning rates at `step` (from 0)."""
+        warmup = min(1.0, (step + 1) / WARMUP_STEPS)
+        return self.peak * warmup * min(1.0, (1.0 - step / self.num_steps) / self.decay_share)
+
+    def jargon_share(self, step: int) -> float:
+        """Return the probability that a problem of `step` is jargon."""
+        first, last = self.jargon_shares
+        return first + (last - first) * min(1.0, 2 * step / self.num_steps)
+
+
+PHASES = (
+    Phase(
+        num_steps=5000,
+        batch_size=32,
+        decay_share=0.75,
+        jargon_shares=(0.9, 0.5),
+        single_share=0.25,
+        num_single_steps=200,
+    ),
+    Phase(num_steps=1000, batch_size=64, peak=0.5),
+)
+"""The second phase, with larger batches, makes the copying exact: without it one diff in eight does not apply."""
 
 Row = tuple[list[int], list[int]]
 
@@ -69,12 +103,6 @@ def build_model(vocab_size: int) -> Qwen2ForCausalLM:
         attn_implementation="sdpa",
     )
     return Qwen2ForCausalLM(config)
-
-
-def jargon_share(step: int, num_steps: int) -> float:
-    """Return the probability that a problem of this step is jargon."""
-    first, last = JARGON_SHARES
-    return first + (last - first) * min(1.0, 2 * step / num_steps)
 
 
 def draw_row(rng: random.Random, tokenizer: PreTrainedTokenizerFast, *, num_functions: int, jargon: bool) -> Row:
@@ -102,24 +130,18 @@ def collate(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def draw_batches(
-    rng: random.Random, tokenizer: PreTrainedTokenizerFast, *, num_steps: int
+    rng: random.Random, tokenizer: PreTrainedTokenizerFast, phase: Phase
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield one batch a step; every problem is new."""
-    for step in range(num_steps):
-        single = step < SINGLE_FUNCTION_STEPS or rng.random() < SINGLE_FUNCTION_SHARE
+    for step in range(phase.num_steps):
+        single = step < phase.num_single_steps or rng.random() < phase.single_share
         num_functions = 1 if single else 2
-        share = jargon_share(step, num_steps)
+        share = phase.jargon_share(step)
         rows = [
             draw_row(rng, tokenizer, num_functions=num_functions, jargon=rng.random() < share)
-            for _ in range(BATCH_SIZE)
+            for _ in range(phase.batch_size)
         ]
         yield collate(rows)
-
-
-def rate(step: int, num_steps: int) -> float:
-    """Return the factor on the learning rates: linear warm-up, constant, linear decay."""
-    warmup = min(1.0, (step + 1) / WARMUP_STEPS)
-    return warmup * min(1.0, (1.0 - step / num_steps) / DECAY_SHARE)
 
 
 def batch_loss(
@@ -138,16 +160,12 @@ def batch_loss(
     return loss, losses_K[weights_K == 1.0].mean().detach()
 
 
-def train(out: Path, *, num_steps: int = NUM_STEPS, seed: int = 0) -> None:
-    """Train for `num_steps` and write the policy and its tokenizer to `out`."""
+def run_phase(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, phase: Phase, rng: random.Random) -> None:
+    """Train `model` in place: Muon on the matrices, AdamW without weight decay on the rest."""
     import torch
 
     from dockyard_grpo.quickstart.muon import Muon
 
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    tokenizer = build_tokenizer()
-    model = build_model(len(tokenizer))
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers: list[tuple[torch.optim.Optimizer, float]] = [
@@ -155,10 +173,10 @@ def train(out: Path, *, num_steps: int = NUM_STEPS, seed: int = 0) -> None:
         (torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.95), weight_decay=0.0), ADAM_LR),
     ]
     recent: list[float] = []
-    for step, batch in enumerate(draw_batches(random.Random(seed), tokenizer, num_steps=num_steps)):
+    for step, batch in enumerate(draw_batches(rng, tokenizer, phase)):
         for optimizer, base_lr in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = base_lr * rate(step, num_steps)
+                group["lr"] = base_lr * phase.rate(step)
         loss, diff_loss = batch_loss(model, *batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(others, 1.0)
@@ -169,6 +187,19 @@ def train(out: Path, *, num_steps: int = NUM_STEPS, seed: int = 0) -> None:
         if len(recent) == 50:
             logger.info("step %d: %.4f nats per diff token", step + 1, sum(recent) / len(recent))
             recent.clear()
+
+
+def train(out: Path, *, phases: Sequence[Phase] = PHASES, seed: int = 0) -> None:
+    """Run the phases one after the other and write the policy and its tokenizer to `out`."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    tokenizer = build_tokenizer()
+    model = build_model(len(tokenizer))
+    for index, phase in enumerate(phases):
+        logger.info("phase %d of %d: %d steps", index + 1, len(phases), phase.num_steps)
+        run_phase(model, tokenizer, phase, random.Random(seed + 1000 * index))
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(out)
     model.save_pretrained(out)
@@ -178,11 +209,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the warm start from the command line."""
     parser = argparse.ArgumentParser(description="Build the quickstart's warm-started policy.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "policy")
-    parser.add_argument("--steps", type=int, default=NUM_STEPS)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    train(arguments.out, num_steps=arguments.steps, seed=arguments.seed)
+    train(arguments.out, seed=arguments.seed)
 
 
 if __name__ == "__main__":
