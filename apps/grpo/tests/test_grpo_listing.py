@@ -38,7 +38,8 @@ def run_on_a_terminal(*words: str, columns: int = 200) -> str:
             pass
         os.close(leader)
     assert process.returncode == 0
-    return b"".join(chunks).decode().replace("\r\n", "\n")
+    plain = re.sub(rb"\x1b\[[0-9;]*m", b"", b"".join(chunks))
+    return plain.decode().replace("\r\n", "\n")
 
 
 def test_every_key_has_a_type_and_a_meaning() -> None:
@@ -101,8 +102,8 @@ def test_a_terminal_gets_the_table_and_a_pipe_gets_yaml(tmp_path: Path) -> None:
 def test_a_narrow_terminal_gets_everything_too() -> None:
     lines = run_on_a_terminal("config", "run.seed=7", columns=80).splitlines()
     assert max(len(line) for line in lines) <= 80
-    assert lines[0].split() == ["key", "value", "from", "meaning"]
-    assert re.search(r"run.seed +7 +command +Seeds.*\(int;\s+default\s+0\)", " ".join(lines))
+    meaning = lines[lines.index("run.seed = 7  (command line)") + 1]
+    assert meaning.strip() == "Seeds the sampler, the engines and the trainer. int; default 0."
 
 
 def test_explain_gives_the_table_anywhere(capsys: pytest.CaptureFixture[str]) -> None:

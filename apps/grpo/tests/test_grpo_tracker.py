@@ -64,6 +64,17 @@ def test_a_step_is_on_disk_before_the_end(tmp_path: Path) -> None:
     tracker.close()
 
 
+def test_a_resumed_run_replaces_the_steps_that_were_rolled_back(tmp_path: Path) -> None:
+    for first, value in ((1, 0.25), (4, 0.5)):
+        tracker = make_tracker(["tensorboard"], tmp_path)
+        for step in range(first, first + 5):
+            tracker.log(step, {"a": value})
+        tracker.close()
+    assert read_back(tmp_path / "tensorboard") == {
+        "a": [(step, 0.25) for step in range(1, 4)] + [(step, 0.5) for step in range(4, 9)]
+    }
+
+
 def test_neither_torch_nor_tensorflow_is_imported(tmp_path: Path) -> None:
     (tmp_path / "tensorflow.py").write_text("raise RuntimeError('tensorflow was imported')\n")
     program = (

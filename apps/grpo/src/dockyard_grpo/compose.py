@@ -5,25 +5,20 @@ Heavy packages are imported inside the functions: an actor pays for what it buil
 
 from __future__ import annotations
 
-import json
 import socket
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
-from http.client import HTTPException
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, cast
-from urllib import request
-from urllib.error import HTTPError
 
 from dockyard_core import ConfigError, Generator, Policy, Sandbox, WeightChunk, WeightSink
 from dockyard_core.refit import RefitEndpoint, RefitUpdate, TensorSpec
 from dockyard_grpo.config import Config
 
 _BUNDLED = "quickstart:"
-_READY_TIMEOUT_S = 5.0
 
 
 class Sender(Protocol):
@@ -181,7 +176,7 @@ def build_sandbox_client(config: Config, url: str) -> Sandbox:
     """HTTP client of one server."""
     from dockyard_sandbox import SandboxClient
 
-    return SandboxClient(url, token=_read_token(config), timeout_s=config.sandbox.timeout_s)
+    return SandboxClient(url, token=read_token(config), timeout_s=config.sandbox.timeout_s)
 
 
 def start_sandbox_server(config: Config, root: Path) -> SandboxServer:
@@ -208,39 +203,11 @@ def local_isolation(minimum: str | None) -> str:
         return jailer.isolation.level
 
 
-def server_isolation(config: Config) -> str:
-    """The isolation that the server at ``sandbox.url`` gives, by its own word.
-
-    Raises ConfigError unless it is ready and gives at least ``sandbox.min_isolation``.
-    """
+def isolation_levels() -> tuple[str, ...]:
+    """Names of the sandbox's isolation levels, weakest first."""
     from dockyard_sandbox.isolation import LEVELS
 
-    url, minimum, token = config.sandbox.url or "", config.sandbox.min_isolation, _read_token(config)
-    rule = f"sandbox.url must name a running dockyard-sandbox, got {url!r}"
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{rule}: no http:// or https:// in front; write it as http://HOST:PORT")
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    direct = request.build_opener(request.ProxyHandler({}))
-    try:
-        with direct.open(
-            request.Request(f"{url.rstrip('/')}/readyz", headers=headers), timeout=_READY_TIMEOUT_S
-        ) as reply:
-            level = json.load(reply)["isolation"]
-    except HTTPError as error:
-        if error.code in (401, 403):
-            raise ConfigError(f"{rule}: it refuses the token; set sandbox.token_file to its token") from error
-        raise ConfigError(f"{rule}: it answers {error.code} to /readyz; check the address") from error
-    except (OSError, HTTPException) as error:
-        reason = getattr(error, "reason", None) or error
-        raise ConfigError(f"{rule}: {reason}; start it with: dockyard-sandbox serve") from error
-    except (ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{rule}: its /readyz is not a sandbox's; check the address") from error
-    if level not in LEVELS or (minimum is not None and LEVELS.index(level) < LEVELS.index(minimum)):
-        raise ConfigError(
-            f"sandbox.min_isolation is {minimum}, but the server at {url} gives {level!r}; move it to a machine that "
-            "gives more, or lower sandbox.min_isolation"
-        )
-    return str(level)
+    return LEVELS
 
 
 def check_engine_installed(config: Config) -> None:
@@ -255,7 +222,8 @@ def check_engine_installed(config: Config) -> None:
         )
 
 
-def _read_token(config: Config) -> str | None:
+def read_token(config: Config) -> str | None:
+    """The bearer token of ``sandbox.token_file``. Raises ConfigError when there is none to read."""
     path = config.sandbox.token_file
     if path is None:
         return None

@@ -28,7 +28,8 @@ from dockyard_core.data import read_tasks
 from dockyard_grpo import compose, preflight
 from dockyard_grpo.config import Config, load_config
 
-_IMPORT_TIMEOUT_S = 15.0
+_IMPORT_TIMEOUT_S = 12.0
+_LATE = "import takes more than"
 _CONNECT_TIMEOUT_S = 2.0
 _WHEELS = ("dockyard-grpo", "dockyard-core", "dockyard-inference", "dockyard-sandbox", "dockyard-trainer-torch")
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -153,7 +154,7 @@ def _cores() -> Finding:
 
 def _devices(answer: Answer) -> Iterator[Finding]:
     if isinstance(answer, str):
-        yield Finding("fail", "torch", answer, _SYNC)
+        yield _not_imported("torch", answer, _SYNC)
         return
     torch_version, gpus = answer
     yield Finding("ok", "torch", torch_version)
@@ -172,8 +173,15 @@ def _devices(answer: Answer) -> Iterator[Finding]:
 def _engine(name: str, answer: Answer) -> Finding:
     if isinstance(answer, str):
         mend = "uv sync --group cpu (no GPU), or uv sync --no-group cpu --group vllm" if name == "vllm" else _SYNC
-        return Finding("fail", "engine", f"{name}: {answer}", mend)
+        return _not_imported("engine", f"{name}: {answer}", mend)
     return Finding("ok", "engine", f"{name} {answer[0]}{_distribution(name)}")
+
+
+def _not_imported(name: str, found: str, mend: str) -> Finding:
+    """A late import is a warning: a busy machine and a hanging one look the same."""
+    if _LATE in found:
+        return Finding("warn", name, found, "uv run apps/grpo doctor, when the machine is less busy")
+    return Finding("fail", name, found, mend)
 
 
 def _distribution(name: str) -> str:
@@ -190,7 +198,7 @@ def _distribution(name: str) -> str:
 
 def _ray(config: Config, answer: Answer) -> Iterator[Finding]:
     if isinstance(answer, str):
-        yield Finding("fail", "ray", answer, _SYNC)
+        yield _not_imported("ray", answer, _SYNC)
         return
     address = config.cluster.address
     if address is None:
@@ -241,7 +249,7 @@ def _probe(*modules: str) -> dict[str, Answer]:
         except subprocess.TimeoutExpired:
             process.kill()
             out, _ = process.communicate()
-            missing = f"import takes more than {_IMPORT_TIMEOUT_S:.0f} s"
+            missing = f"{_LATE} {_IMPORT_TIMEOUT_S:.0f} s"
     answers: dict[str, Answer] = dict.fromkeys(modules, missing)
     for line in out.decode(errors="replace").splitlines():
         if line.startswith("["):

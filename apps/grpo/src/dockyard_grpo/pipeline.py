@@ -33,6 +33,7 @@ from dockyard_grpo.resume import RestorePoint, check_dataset, read_rows, roll_ba
 from dockyard_grpo.run_directory import RunDirectory
 from dockyard_grpo.summary import GroupSummary
 from dockyard_grpo.timeline import Timeline
+from dockyard_grpo.tracker import Tracker, scalars
 
 
 class StopRequested(Exception):
@@ -48,6 +49,7 @@ class Pipeline:
         fleets: Fleets,
         run: RunDirectory,
         reporter: Reporter,
+        tracker: Tracker,
         train: Sequence[Task],
         validation: Sequence[Task],
     ) -> None:
@@ -55,6 +57,7 @@ class Pipeline:
         self._fleets = fleets
         self._run = run
         self._reporter = reporter
+        self._tracker = tracker
         self._tasks = train
         self._index_of = {task.instance_id: index for index, task in enumerate(train)}
         self._dataset = dataset_fingerprint(train)
@@ -253,6 +256,7 @@ class Pipeline:
         if evaluation is not None:
             row |= evaluation.fields
         self._run.append("metrics", row)
+        self._tracker.log(step, scalars(row))
         self._reporter.step(row)
         if self._checkpointer.is_due(step):
             await self._checkpoint(step)

@@ -5,13 +5,17 @@ Nothing here imports torch, transformers, vLLM or Ray.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
+from http.client import HTTPException
 from pathlib import Path
 from types import MappingProxyType
+from urllib import request
+from urllib.error import HTTPError
 
 from dockyard_core import ConfigError
 from dockyard_core.reward import load_reward
@@ -24,6 +28,7 @@ MIN_GIT = (2, 39, 4)
 """Older ones can be made to write outside the tree (CVE-2023-23946, CVE-2023-25652, CVE-2024-32021)."""
 _BYTES_PER_PARAMETER = 16
 """Of a checkpoint: float32 weights, two moments, and the exported model."""
+_READY_TIMEOUT_S = 5.0
 _MIN_FREE_BYTES = 256 << 20
 
 
@@ -158,10 +163,44 @@ def check_git(config: Config) -> str:
 def check_sandbox(config: Config) -> str:
     """Raise ConfigError unless verdicts can be had at sandbox.min_isolation; returns the level."""
     if config.sandbox.url is not None:
-        return f"{compose.server_isolation(config)} at {config.sandbox.url}"
+        return f"{server_isolation(config)} at {config.sandbox.url}"
     if config.cluster.address is not None:
         return "probed on the nodes of the cluster"
     return compose.local_isolation(config.sandbox.min_isolation)
+
+
+def server_isolation(config: Config) -> str:
+    """The isolation that the server at ``sandbox.url`` gives, by its own word.
+
+    Raises ConfigError unless it is ready and gives at least ``sandbox.min_isolation``.
+    """
+    levels = compose.isolation_levels()
+    url, minimum, token = config.sandbox.url or "", config.sandbox.min_isolation, compose.read_token(config)
+    rule = f"sandbox.url must name a running dockyard-sandbox, got {url!r}"
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{rule}: no http:// or https:// in front; write it as http://HOST:PORT")
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    direct = request.build_opener(request.ProxyHandler({}))
+    try:
+        with direct.open(
+            request.Request(f"{url.rstrip('/')}/readyz", headers=headers), timeout=_READY_TIMEOUT_S
+        ) as reply:
+            level = json.load(reply)["isolation"]
+    except HTTPError as error:
+        if error.code in (401, 403):
+            raise ConfigError(f"{rule}: it refuses the token; set sandbox.token_file to its token") from error
+        raise ConfigError(f"{rule}: it answers {error.code} to /readyz; check the address") from error
+    except (OSError, HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        raise ConfigError(f"{rule}: {reason}; start it with: dockyard-sandbox serve") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{rule}: its /readyz is not a sandbox's; check the address") from error
+    if level not in levels or (minimum is not None and levels.index(level) < levels.index(minimum)):
+        raise ConfigError(
+            f"sandbox.min_isolation is {minimum}, but the server at {url} gives {level!r}; move it to a machine that "
+            "gives more, or lower sandbox.min_isolation"
+        )
+    return str(level)
 
 
 CHECKS: Mapping[str, Callable[[Config], str]] = MappingProxyType(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
+from statistics import fmean
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -42,6 +44,7 @@ class PlainReporter:
     def __init__(self, out: Console, max_steps: int) -> None:
         self._out = out
         self._max_steps = max_steps
+        self._recent_s: deque[float] = deque(maxlen=10)
 
     def say(self, line: str) -> None:
         """Print one line."""
@@ -49,7 +52,8 @@ class PlainReporter:
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Print one step."""
-        left = (self._max_steps - row["step"]) * row["wall_s"] / max(row["step"], 1)
+        self._recent_s.append(row["step_s"])
+        left = (self._max_steps - row["step"]) * fmean(self._recent_s)
         self.say(f"step {row['step']:>4}/{self._max_steps}  {_figures(row)}  eta {_clock(left)}")
 
     def __enter__(self) -> PlainReporter:

@@ -53,12 +53,14 @@ class TensorBoardTracker:
         """Append one event with a scalar per value, and hand it to the kernel. Raises OSError."""
         # TensorBoard's own switch for its file layer without TensorFlow, wherever that is installed.
         sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
-        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         if self._writer is None:
             self._writer = EventFileWriter(str(self._log_dir))
+            # What an earlier life of the run wrote for this step and later ones is rolled back: readers drop it.
+            self._writer.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
         scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=scalars)))
         self._writer.flush()

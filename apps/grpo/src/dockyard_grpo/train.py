@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +18,11 @@ from dockyard_grpo.cluster import start_ray, stop_ray
 from dockyard_grpo.config import Config
 from dockyard_grpo.fleets import Fleets
 from dockyard_grpo.pipeline import Pipeline
-from dockyard_grpo.preflight import check_model
+from dockyard_grpo.preflight import check
 from dockyard_grpo.progress import Reporter, make_reporter
 from dockyard_grpo.resume import RestorePoint, find_restore_point
 from dockyard_grpo.run_directory import RunDirectory
+from dockyard_grpo.tracker import Tracker, make_tracker
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -40,6 +41,7 @@ class _Job:
     config: Config
     run: RunDirectory
     reporter: Reporter
+    tracker: Tracker
     training: tuple[Task, ...]
     validation: tuple[Task, ...]
     point: RestorePoint | None
@@ -50,7 +52,7 @@ def train(config: Config) -> Outcome:
 
     Raises UserError for mistakes of the user, before anything heavy starts where that is possible.
     """
-    check_model(config)
+    check(config)
     training = read_tasks(compose.data_path(config.data.train or ""), limit=config.data.limit)
     validation: tuple[Task, ...] = ()
     if config.data.validation is not None:
@@ -58,10 +60,11 @@ def train(config: Config) -> Outcome:
     with (
         RunDirectory.create(config) as run,
         make_reporter(config.logging.console, config.run.max_steps) as reporter,
+        closing(make_tracker(config.logging.trackers, run.path, report=reporter.say)) as tracker,
     ):
         reporter.say(f"run directory {_short(run.path)}: {len(training)} training, {len(validation)} held-out tasks")
         point = find_restore_point(run.path) if run.holds_run else None
-        stopped_by = _run_fleets(_Job(config, run, reporter, training, validation, point))
+        stopped_by = _run_fleets(_Job(config, run, reporter, tracker, training, validation, point))
         if stopped_by is None:
             reporter.say(f"done: {_short(run.path)} (checkpoints/latest/hf loads with transformers and vLLM)")
     return Outcome(run.path, stopped_by)
@@ -95,7 +98,7 @@ async def _run(job: _Job, num_gpus: int) -> signal.Signals | None:
             await fleets.start(
                 job.config, num_gpus, job.training, job.validation, job.reporter, incarnation=incarnation
             )
-            pipeline = Pipeline(job.config, fleets, job.run, job.reporter, job.training, job.validation)
+            pipeline = Pipeline(job.config, fleets, job.run, job.reporter, job.tracker, job.training, job.validation)
             received.on_first(pipeline.request_stop)
             done = await pipeline.run(job.point)
             await fleets.flush()

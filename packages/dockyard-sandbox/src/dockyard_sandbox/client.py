@@ -25,6 +25,8 @@ class SandboxClient:
         token: the server's bearer token; None = it has none.
         timeout_s: deadline of one `judge`, from its call to its verdict, retries and queueing included.
         max_retries: how often one `judge` asks again; only after an ``infra_error``, a 429 or a lost connection.
+        max_connections: requests on their way at once; more wait here. The connection pool looks at every
+            connection for every request, so hundreds at once cost more than they carry.
         transport: stands in for the network in tests.
     """
 
@@ -35,17 +37,19 @@ class SandboxClient:
         *,
         timeout_s: float = 600.0,
         max_retries: int = 8,
+        max_connections: int = 48,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
         self._timeout_s = timeout_s
         self._max_retries = max_retries
+        self._free = asyncio.Semaphore(max_connections)
         self._http = httpx.AsyncClient(
             base_url=base_url,
             headers={} if token is None else {"Authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=max_connections),
             transport=transport,
             trust_env=False,
             verify=base_url.startswith("https"),  # loading certificates costs more than a request
@@ -91,9 +95,10 @@ class SandboxClient:
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, _MAX_DELAY_S)
             try:
-                response = await self._http.post(
-                    "/task/submit", json=body, headers={"Idempotency-Key": _header_value(attempt_id)}
-                )
+                async with self._free:
+                    response = await self._http.post(
+                        "/task/submit", json=body, headers={"Idempotency-Key": _header_value(attempt_id)}
+                    )
             except httpx.TransportError as error:
                 last, verdict = f"{type(error).__name__}: {error}", None
                 continue

@@ -18,7 +18,9 @@ from omegaconf import OmegaConf
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from dockyard_grpo.config.loading import COMMAND_LINE, Layers
 from dockyard_grpo.config.model import Config
@@ -55,6 +57,11 @@ class Key:
     source: str
     """``default``, ``quickstart.yaml``, the file, or ``command line``."""
 
+    @property
+    def section(self) -> str:
+        """The part before the first dot."""
+        return self.name.partition(".")[0]
+
 
 def list_keys(config: Config, layers: Layers) -> tuple[Key, ...]:
     """Every leaf of ``config``, in the order of its sections; ``layers`` say where values came from."""
@@ -63,27 +70,33 @@ def list_keys(config: Config, layers: Layers) -> tuple[Key, ...]:
 
 
 def print_keys(keys: tuple[Key, ...], console: Console) -> None:
-    """A table; what differs from its default is bold. On a narrow terminal default and type go under the meaning."""
+    """A table, or a paragraph per key on a narrow terminal; what differs from its default is bold."""
     width = console.width if console.is_terminal else _WIDTH
-    is_narrow = width < _NARROW
+    if width < _NARROW:
+        _print_paragraphs(keys, console)
+        return
     table = Table(box=None, pad_edge=False, width=width)
     table.add_column("key", no_wrap=True)
-    table.add_column("value", overflow="fold", min_width=10)
-    for title in ("from",) if is_narrow else ("from", "default", "type"):
+    for title in ("value", "from", "default", "type"):
         table.add_column(title, overflow="fold")
     table.add_column("meaning", ratio=1, min_width=24)
-    section = keys[0].name.partition(".")[0]
-    for key in keys:
-        if not key.name.startswith(f"{section}."):
+    for before, key in pairwise([keys[0], *keys]):
+        if before.section != key.section:
             table.add_row()
-            section = key.name.partition(".")[0]
-        style = None if key.source == DEFAULT else "bold"
-        if is_narrow:
-            cells = (key.source, f"{key.description} ({key.type}; default {key.default})")
-        else:
-            cells = (key.source, key.default, key.type, key.description)
-        table.add_row(key.name, key.value, *cells, style=style)
+        cells = (key.name, key.value, key.source, key.default, key.type, key.description)
+        table.add_row(*cells, style=_style(key))
     console.print(table, markup=False, width=width, crop=False)
+
+
+def _print_paragraphs(keys: tuple[Key, ...], console: Console) -> None:
+    for key in keys:
+        console.print(f"{key.name} = {key.value}  ({key.source})", markup=False, style=_style(key))
+        meaning = Text(f"{key.description} {key.type}; default {key.default}.")
+        console.print(Padding(meaning, (0, 0, 0, 4)))
+
+
+def _style(key: Key) -> str | None:
+    return None if key.source == DEFAULT else "bold"
 
 
 def _keys(model: BaseModel, prefix: str, given: list[tuple[str, set[str]]]) -> Iterator[Key]:
