@@ -1,49 +1,120 @@
-"""Wheels built and installed alone, in a clean environment: light ones stay light."""
+"""Every wheel, built and installed alone in a clean environment, does what its README shows."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ["torch", "jax", "ray", "vllm", "sglang", "transformers", "fastapi"]
+EXTRAS = {
+    "dockyard-core": "[math]",
+    "dockyard-sandbox": "",
+    "dockyard-trainer-torch": "",
+    "dockyard-inference": "[sender,transformers]",
+}
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(900)]
+
+
+def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
+    done = subprocess.run(
+        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheels")
-    for name in ("dockyard-core", "dockyard-sandbox"):
-        subprocess.run(["uv", "build", "--wheel", "--package", name, "--out-dir", out], cwd=ROOT, check=True)
+    run("uv", "build", "--all-packages", "--wheel", "--out-dir", out)
+    built = {path.name.partition("-")[0] for path in out.glob("*.whl")}
+    assert built == {name.replace("-", "_") for name in [*EXTRAS, "dockyard-grpo"]}
     return out
 
 
-def install(tmp_path: Path, wheels: Path, name: str) -> Path:
-    environment = {**os.environ, "VIRTUAL_ENV": str(tmp_path / "venv")}
-    subprocess.run(["uv", "venv", "--quiet", tmp_path / "venv"], check=True)
-    wheel = next(wheels.glob(f"{name.replace('-', '_')}-*.whl"))
-    command = ["uv", "pip", "install", "--quiet", "--find-links", wheels, wheel]
-    subprocess.run(command, check=True, env=environment, cwd=tmp_path)
-    return tmp_path / "venv" / "bin" / "python"
+@pytest.fixture(scope="module")
+def install(wheels: Path, tmp_path_factory: pytest.TempPathFactory):
+    """Install a wheel alone, third parties at their locked versions; returns the interpreter."""
+    made: dict[str, Path] = {}
+
+    def make(name: str, extras: str = "") -> Path:
+        key = name + extras
+        if key not in made:
+            folder = tmp_path_factory.mktemp(name)
+            engines = ["--no-extra", "vllm", "--no-extra", "sglang"]  # of the conflicting extras, the CPU's
+            plain = ["--no-emit-workspace", "--no-hashes", "--no-annotate", "--no-header"]
+            locked = run("uv", "export", "--frozen", "--all-packages", "--all-extras", *engines, *plain)
+            (folder / "constraints.txt").write_text(locked)
+            run("uv", "venv", "--quiet", "--python", sys.executable, folder / "venv")
+            wheel = next(wheels.glob(f"{name.replace('-', '_')}-*.whl"))
+            run(
+                "uv", "pip", "install", "--quiet", "--find-links", wheels, "--constraints",
+                folder / "constraints.txt", f"{name}{extras} @ {wheel.as_uri()}",
+                cwd=folder, VIRTUAL_ENV=str(folder / "venv"),
+            )  # fmt: skip
+            made[key] = folder / "venv" / "bin" / "python"
+        return made[key]
+
+    return make
 
 
-@pytest.mark.ci
+def blocks(name: str, language: str) -> list[str]:
+    readme = (ROOT / "packages" / name / "README.md").read_text()
+    fenced = re.findall(rf"^(`{{3,4}}){language}\n(.*?)^\1$", readme, flags=re.M | re.S)
+    return [code for _, code in fenced]
+
+
 @pytest.mark.parametrize("name", ["dockyard-core", "dockyard-sandbox"])
-def test_a_light_wheel_imports_nothing_heavy(name: str, wheels: Path, tmp_path: Path) -> None:
-    python = install(tmp_path, wheels, name)
+def test_a_light_wheel_imports_nothing_heavy(name: str, install) -> None:
     module = name.replace("-", "_")
     code = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
-    loaded = json.loads(subprocess.run([python, "-I", "-c", code], check=True, capture_output=True, text=True).stdout)
+    loaded = json.loads(run(install(name), "-I", "-c", code))
     assert module in loaded
     assert [heavy for heavy in HEAVY if heavy in loaded] == []
 
 
-@pytest.mark.ci
-def test_the_sandbox_wheel_installs_in_25_megabytes(wheels: Path, tmp_path: Path) -> None:
-    python = install(tmp_path, wheels, "dockyard-sandbox")
-    site = next((python.parent.parent / "lib").glob("python3*")) / "site-packages"
+def test_the_sandbox_wheel_installs_in_25_megabytes(install) -> None:
+    site = next((install("dockyard-sandbox").parent.parent / "lib").glob("python3*")) / "site-packages"
     own = (path for path in site.rglob("*") if path.is_file() and path.suffix != ".pyc")
     assert sum(path.stat().st_size for path in own) <= 25 * 1024 * 1024
+
+
+@pytest.mark.parametrize("name", ["dockyard-core", "dockyard-trainer-torch", "dockyard-inference"])
+def test_the_readme_example_runs_where_only_this_wheel_is_installed(name: str, install, tmp_path: Path) -> None:
+    python = install(name, EXTRAS[name])
+    for code in blocks(name, "python"):
+        run(python, "-I", "-c", code, cwd=tmp_path)
+
+
+def test_a_sandbox_box_answers_one_curl(install, tmp_path: Path) -> None:
+    """The README's two console blocks: serve, then a repository and one request."""
+    serve, demo = blocks("dockyard-sandbox", "console")
+    assert "dockyard-sandbox serve" in serve
+    command = install("dockyard-sandbox").parent / "dockyard-sandbox"
+    server = subprocess.Popen(
+        [command, "serve", "--port", "0", "--root", tmp_path / "root"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        ready = server.stdout.readline()
+        url = re.search(r"http://\S+", ready)
+        assert url is not None, ready
+        script = re.sub(r"^\$ ", "", demo, flags=re.M).rpartition("EOF\n")[0] + "EOF\n"
+        script = script.replace("http://127.0.0.1:9090", url.group())
+        answer = json.loads(run("bash", "-euc", script, cwd=tmp_path).splitlines()[-1])
+        assert (answer["status"], answer["isolation"] != "unsafe") == ("resolved", True)
+    finally:
+        server.terminate()
+        deadline = time.monotonic() + 60
+        while server.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        server.kill()
+        server.wait()
