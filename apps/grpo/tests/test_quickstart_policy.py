@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import dockyard_grpo.quickstart as quickstart
 from dockyard_grpo.quickstart import warm_start
@@ -22,7 +22,8 @@ POLICY = Path(quickstart.__file__).parent / "policy"
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(POLICY)
+    # AutoTokenizer would replace the pre-tokenizer of tokenizer.json by Qwen2's.
+    return PreTrainedTokenizerFast.from_pretrained(POLICY)
 
 
 def sample_diffs(tokenizer: Any, problems: list[Problem], *, group_size: int) -> list[list[str]]:
