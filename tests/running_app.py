@@ -81,6 +81,12 @@ class RunningApp:
             time.sleep(0.2)
         return alive
 
+    def pid_of(self, words: str) -> int:
+        """Process id of the one process of this app whose command line has ``words``."""
+        found = [line for line in self._alive() if words in line]
+        assert len(found) == 1, found
+        return int(found[0].split()[0])
+
     def _alive(self) -> list[str]:
         wanted = f"{_MARK}={self.mark}".encode()
         found = []

@@ -79,7 +79,8 @@ def test_more_gpus_than_there_are_is_refused_with_the_count() -> None:
 
 
 def test_fleets_take_gpus_where_there_are_some_and_cpus_elsewhere() -> None:
-    config = load_config(None, [])
+    config = load_config(None, ["policy.model=some/model", "data.train=tasks.jsonl"])
     assert [fleet.gpus for fleet in plan_fleets(config, num_gpus=0)] == [0, 0, 0]
     assert [fleet.gpus for fleet in plan_fleets(config, num_gpus=2)] == [1, 1, 0]
+    assert [fleet.gpus for fleet in plan_fleets(load_config(None, []), num_gpus=2)] == [0, 0, 0]
     assert [fleet.strategy for fleet in plan_fleets(config, num_gpus=0)] == ["SPREAD", "PACK", "SPREAD"]

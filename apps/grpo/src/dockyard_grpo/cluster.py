@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ _RAY_ENVIRONMENT = {
     "SPT_NOENV": "1",  # a process title must not overwrite the environment, by which `reaper` knows its own
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # the first failure is raised; its siblings' tracebacks only hide it
+    "RAY_worker_niceness": "0",  # by default Ray's workers yield to everything else on the machine
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
@@ -128,16 +131,16 @@ def stop_ray() -> None:
         ray.shutdown()
 
 
-def place(fleet: Fleet, *, timeout_s: float = 120.0) -> Any:
+async def place(fleet: Fleet, *, timeout_s: float = 120.0) -> Any:
     """Reserve the fleet's bundles. Raises ConfigError when they cannot be had in time."""
     import ray
-    from ray.exceptions import GetTimeoutError
     from ray.util.placement_group import placement_group
 
     group = placement_group([fleet.bundle] * fleet.count, strategy=fleet.strategy, name=f"dockyard-{fleet.role}")
     try:
-        ray.get(group.ready(), timeout=timeout_s)
-    except GetTimeoutError as error:
+        async with asyncio.timeout(timeout_s):
+            await group.ready()
+    except TimeoutError as error:
         raise ConfigError(
             f"the {fleet.role} fleet needs {fleet.count} x {fleet.bundle}, which Ray could not place in "
             f"{timeout_s:.0f} s ({ray.available_resources()} free); add nodes or lower the cluster section"
@@ -151,6 +154,8 @@ def spawn(worker: type, fleet: Fleet, group: Any, index: int, *args: Any, **kwar
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     environment = {"DOCKYARD_FLEET_ROLE": fleet.role, "OMP_NUM_THREADS": str(fleet.num_threads)}
+    if fleet.gpus == 0:
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides no device from an actor that asked for none
     options = {
         "num_cpus": fleet.cpus,
         "num_gpus": fleet.gpus,

@@ -90,7 +90,7 @@ def build_policy(config: Config, *, rank: int, num_ranks: int, rendezvous: str) 
             init_method=rendezvous,
             rank=rank,
             world_size=num_ranks,
-            timeout=timedelta(seconds=config.refit.timeout_s),
+            timeout=timedelta(seconds=config.policy.collective_timeout_s),
         )
         process_group = distributed.group.WORLD
     section = config.policy

@@ -32,12 +32,15 @@ class Evaluator:
         """Whether there is anything to evaluate on."""
         return bool(self._tasks)
 
-    async def run(self, policy_version: int) -> Evaluation:
-        """Evaluate now; ``policy_version`` is the one the engines hold and keep meanwhile."""
+    async def run(self, policy_version: int, *, step: int) -> Evaluation:
+        """Evaluate now.
+
+        Args:
+            policy_version: the one the engines hold and keep meanwhile.
+            step: optimizer steps done; a skipped step leaves the version, but not the ids, as they were.
+        """
         engines = list(self._fleets.engines.values())
-        pending = [
-            self._run_task(engines[index % len(engines)], index, policy_version) for index in range(len(self._tasks))
-        ]
+        pending = [self._run_task(engines[index % len(engines)], index, step) for index in range(len(self._tasks))]
         answers = await asyncio.gather(*pending)
         versions = [v for summary in answers for r in summary.rollouts if (v := r.oldest_version) is not None]
         return Evaluation(
@@ -46,8 +49,8 @@ class Evaluator:
             version_max=max(versions, default=policy_version),
         )
 
-    async def _run_task(self, engine: Any, index: int, policy_version: int) -> GroupSummary:
-        group_id = GroupId(f"eval-{policy_version}/{self._tasks[index].instance_id}", 0)
+    async def _run_task(self, engine: Any, index: int, step: int) -> GroupSummary:
+        group_id = GroupId(f"eval-{step}/{self._tasks[index].instance_id}", 0)
         summary, _ = engine.run_group.options(num_returns=2).remote(
             "validation", index, group_id, self._config.evaluation.num_generations
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +20,8 @@ from dockyard_grpo.cluster import Fleet, place, plan_fleets, spawn, spawn_beside
 from dockyard_grpo.config import Config
 from dockyard_grpo.progress import Reporter
 from dockyard_grpo.run_directory import RunDirectory
+
+_STOP_S = 20.0
 
 
 @dataclass
@@ -37,8 +41,6 @@ class Fleets:
         train: Sequence[Task],
         validation: Sequence[Task],
         reporter: Reporter,
-        *,
-        incarnation: int = 0,
     ) -> None:
         """Place and start everything; returns when the engines have joined the refit group.
 
@@ -47,12 +49,13 @@ class Fleets:
         trainer, inference, sandbox = plan_fleets(config, num_gpus)
         urls = await self._start_sandboxes(config, sandbox)
         reporter.say(f"fleets: {_describe(trainer)}, {_describe(inference)}, sandbox at {', '.join(urls)}")
-        trainer_group, inference_group = place(trainer), place(inference)
+        trainer_group, inference_group = await asyncio.gather(place(trainer), place(inference))
         self.trainers = [
             spawn(TrainerWorker, trainer, trainer_group, rank, config, rank, trainer.count)
             for rank in range(trainer.count)
         ]
-        attempt = f"{config.run.name}/{incarnation}"  # a new life asks the sandbox anew
+        # A sandbox server may outlive a run and know its ids: a new life asks anew.
+        attempt = f"{config.run.name}-{uuid.uuid4().hex[:12]}"
         self.engines = {
             f"engine-{index}": spawn(
                 InferenceWorker,
@@ -83,16 +86,11 @@ class Fleets:
         await self.recorder.flush.remote()
 
     async def stop(self) -> None:
-        """End engines, then servers; an actor that is gone already is no obstacle."""
-        from ray.exceptions import RayError
-
+        """End engines, servers and trainers; what does not answer ends with Ray."""
         orderly = [worker.stop.remote() for worker in [*self.engines.values(), *self.sandboxes]]
         orderly += [worker.close.remote() for worker in self.trainers]
-        for reference in orderly:
-            try:
-                await asyncio.wait_for(_as_coroutine(reference), timeout=30)
-            except (RayError, TimeoutError):
-                continue  # Ray ends the process with the cluster; there is nothing left to ask of it
+        if orderly:
+            await asyncio.wait([asyncio.ensure_future(_settled(reference)) for reference in orderly], timeout=_STOP_S)
 
     def start_recorder(self, run: RunDirectory) -> None:
         """Start the writer of rollouts.jsonl on the driver's node."""
@@ -101,9 +99,9 @@ class Fleets:
     async def _start_sandboxes(self, config: Config, fleet: Fleet) -> list[str]:
         if config.sandbox.url is not None:
             return [config.sandbox.url]
-        group = place(fleet)
+        group = await place(fleet)
         self.sandboxes = [spawn(SandboxWorker, fleet, group, index, config) for index in range(fleet.count)]
-        urls: list[str] = await asyncio.gather(*(worker.url.remote() for worker in self.sandboxes))
+        urls: list[str] = await asyncio.gather(*(worker.start.remote() for worker in self.sandboxes))
         return urls
 
     async def _build_trainers(self) -> None:
@@ -123,8 +121,11 @@ class Fleets:
         await asyncio.gather(*joins, *(t.connect_refit.remote() for t in self.trainers))
 
 
-async def _as_coroutine(reference: Any) -> Any:
-    return await reference
+async def _settled(reference: Any) -> None:
+    from ray.exceptions import RayError
+
+    with contextlib.suppress(RayError):  # an actor that is gone already is no obstacle
+        await reference
 
 
 def _describe(fleet: Fleet) -> str:

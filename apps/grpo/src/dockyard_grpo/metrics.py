@@ -34,9 +34,13 @@ class Evaluation:
     version_min: int
     version_max: int
 
+    def __str__(self) -> str:
+        rate = self.fields["val_resolved_rate"]
+        return f"resolved {'-' if rate is None else format(rate, '.3f')} of {self.fields['val_num_rollouts']} rollouts"
+
     @property
-    def fields(self) -> dict[str, float]:
-        """The val_* fields; invalid rollouts do not vote."""
+    def fields(self) -> dict[str, float | None]:
+        """The val_* fields; invalid rollouts do not vote, and without a valid one the rates are None."""
         rollouts = [r for summary in self.summaries for r in summary.rollouts if r.invalid_cause is None]
         return {
             "val_reward_mean": _mean([r.reward for r in rollouts]),
@@ -52,10 +56,11 @@ def step_row(
     step: int,
     trained: StepMetrics,
     groups: Sequence[GroupSummary],
-    staleness: Sequence[int],
+    staleness: Sequence[Sequence[int | None]],
     dropped: dict[str, int],
     probe: ProbeDiff,
     times: StepTimes,
+    skips_zero_advantage: bool,
 ) -> dict[str, Any]:
     """Assemble a row.
 
@@ -63,13 +68,18 @@ def step_row(
         step: optimizer step, from 1.
         trained: what the trainer says.
         groups: the step's groups.
-        staleness: of each group's oldest token at consumption.
+        staleness: per group, per rollout, at consumption.
         dropped: cause -> rollouts dropped since the start of the run.
         probe: |engine − trainer| logprobs at the same version, after the step's refit.
         times: seconds.
+        skips_zero_advantage: rows without signal did not go through the model, so that a step without
+            any signal says nothing about the tokens: its entropy and mismatch are None.
     """
     rollouts = [rollout for summary in groups for rollout in summary.rollouts]
     valid = [rollout for rollout in rollouts if rollout.invalid_cause is None]
+    lags = [lag for group in staleness for lag in group if lag is not None]
+    num_signal_groups = sum(_has_signal(summary) for summary in groups)
+    is_silent = skips_zero_advantage and num_signal_groups == 0
     return {
         "step": step,
         "policy_version": trained.policy_version,
@@ -78,22 +88,22 @@ def step_row(
         "apply_failed_rate": _mean([float(r.status == "apply_failed") for r in valid]),
         "num_rollouts": len(valid),
         "num_groups": len(groups),
-        "num_signal_groups": sum(_has_signal(summary) for summary in groups),
+        "num_signal_groups": num_signal_groups,
         "num_valid_tokens": trained.num_valid_tokens,
         "completion_tokens_mean": _mean([float(r.num_sampled_tokens) for r in valid]),
         "loss": trained.loss,
         "grad_norm": trained.grad_norm,
         "learning_rate": trained.learning_rate,
         "is_skipped": trained.is_skipped,
-        "entropy": trained.entropy,
+        "entropy": None if is_silent else trained.entropy,
         "clip_fraction": trained.clip_fraction,
         "kl_ref": trained.kl_ref,
-        "staleness_mean": _mean([float(value) for value in staleness]),
-        "staleness_max": max(staleness, default=0),
+        "staleness_mean": _mean([float(lag) for lag in lags]),
+        "staleness_max": max(lags, default=0),
         "refit_probe_abs_diff_mean": probe.abs_diff_mean,
         "refit_probe_abs_diff_max": probe.abs_diff_max,
-        "offpolicy_abs_diff_mean": trained.offpolicy_abs_diff_mean,
-        "offpolicy_abs_diff_max": trained.offpolicy_abs_diff_max,
+        "offpolicy_abs_diff_mean": None if is_silent else trained.offpolicy_abs_diff_mean,
+        "offpolicy_abs_diff_max": None if is_silent else trained.offpolicy_abs_diff_max,
         "truncated_rate": _mean([float(r.finish_reason == "length") for r in rollouts]),
         "verdict_cache_rate": _mean([float(r.is_cached) for r in rollouts]),
         "dropped": dropped,
@@ -108,6 +118,11 @@ def step_row(
     }
 
 
+def rollout_staleness(summary: GroupSummary, policy_version: int) -> list[int | None]:
+    """Trainer version minus the version of each rollout's oldest token; None = nothing was sampled."""
+    return [None if r.oldest_version is None else policy_version - r.oldest_version for r in summary.rollouts]
+
+
 def _has_signal(summary: GroupSummary) -> bool:
     rewards = [r.reward for r in summary.rollouts if _is_valid(r)]
     return len(rewards) >= 2 and max(rewards) - min(rewards) > 1e-6
@@ -117,5 +132,5 @@ def _is_valid(rollout: RolloutSummary) -> bool:
     return rollout.invalid_cause is None
 
 
-def _mean(values: Sequence[float]) -> float:
-    return fmean(values) if values else 0.0
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None

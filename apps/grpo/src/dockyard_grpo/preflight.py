@@ -10,14 +10,14 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from types import MappingProxyType
 from urllib import request
 from urllib.error import HTTPError
 
-from dockyard_core import ConfigError
+from dockyard_core import ConfigError, DataError, Task
 from dockyard_core.reward import load_reward
 from dockyard_grpo import compose
 from dockyard_grpo.cluster import plan_fleets
@@ -201,6 +201,20 @@ def server_isolation(config: Config) -> str:
             "gives more, or lower sandbox.min_isolation"
         )
     return str(level)
+
+
+def check_repositories(config: Config, tasks: Sequence[Task]) -> None:
+    """Raise DataError for a task whose repository no sandbox of this run can know.
+
+    A name such as ``owner/project`` must have been registered with a server, and the servers that a
+    run starts know none.
+    """
+    for task in tasks if config.sandbox.url is None else ():
+        if not Path(task.repo).is_absolute() and "://" not in task.repo:
+            raise DataError(
+                f"{task.instance_id}: repo: must be a path or a file:// or https:// URL, got the name {task.repo!r}; "
+                "write its URL, or register the name with a server of yours and set sandbox.url"
+            )
 
 
 CHECKS: Mapping[str, Callable[[Config], str]] = MappingProxyType(

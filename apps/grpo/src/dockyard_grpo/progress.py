@@ -78,9 +78,9 @@ class BarReporter:
             Remaining(),
             TextColumn("{task.fields[figures]}"),
             console=out,
+            speed_estimate_period=3600,  # steps of minutes have an ETA too
         )
-        self._max_steps = max_steps
-        self._bar: TaskID | None = None
+        self._bar: TaskID = self._progress.add_task("train", total=max_steps, figures="")
 
     def say(self, line: str) -> None:
         """Print one line above the bar."""
@@ -88,8 +88,6 @@ class BarReporter:
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Advance the bar."""
-        if self._bar is None:
-            self._bar = self._progress.add_task("train", total=self._max_steps, figures="")
         self._progress.update(self._bar, completed=row["step"], figures=_figures(row))
 
     def __enter__(self) -> BarReporter:
@@ -103,11 +101,16 @@ class BarReporter:
 
 
 def _figures(row: Mapping[str, Any]) -> str:
-    held_out = f"  held-out {row['val_resolved_rate']:.2f}" if "val_resolved_rate" in row else ""
+    held_out = f"  held-out {_rate(row['val_resolved_rate'])}" if "val_resolved_rate" in row else ""
     return (
-        f"reward {row['reward_mean']:.2f}  resolved {row['resolved_rate']:.2f}  staleness {row['staleness_mean']:.1f}"
-        f"  {row['tokens_per_s']:,.0f} tokens/s  {row['step_s']:.1f} s{held_out}"
+        f"reward {_rate(row['reward_mean'])}  resolved {_rate(row['resolved_rate'])}  "
+        f"staleness {_rate(row['staleness_mean'])}  {row['tokens_per_s']:,.0f} tokens/s  "
+        f"{row['step_s']:.1f} s{held_out}"
     )
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _clock(seconds: float) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from dockyard_core import ConfigError
 from dockyard_core.loop import surviving
+from dockyard_grpo.config import Config
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,32 @@ def is_complete(checkpoint: Path) -> bool:
         return False
 
 
-def check_dataset(point: RestorePoint, fingerprint: str) -> None:
-    """Raise ConfigError when the run was made with other tasks."""
+def loop_sizes(config: Config) -> dict[str, int]:
+    """What a resumed run cannot change: groups under way have these sizes."""
+    grpo = config.grpo
+    return {
+        "num_prompts_per_step": grpo.num_prompts_per_step,
+        "num_generations_per_prompt": grpo.num_generations_per_prompt,
+        "max_staleness": grpo.max_staleness,
+    }
+
+
+def check_same_run(point: RestorePoint, config: Config, fingerprint: str) -> None:
+    """Raise ConfigError when the run was made with other tasks or other sizes of its loop."""
+    if point.loop is not None and point.loop["sizes"] != loop_sizes(config):
+        changed = [
+            f"grpo.{name} was {was}, now {now}"
+            for (name, was), now in zip(point.loop["sizes"].items(), loop_sizes(config).values(), strict=True)
+            if was != now
+        ]
+        raise ConfigError(
+            f"a resumed run keeps the sizes of its loop: {', '.join(changed)}; leave them as they were, or start a "
+            f"new run with policy.model={point.checkpoint}/hf"
+        )
     if point.loop is not None and point.loop["dataset"] != fingerprint:
         raise ConfigError(
             f"the run was made with another training set (fingerprint {point.loop['dataset'][:12]}, now "
-            f"{fingerprint[:12]}); give the same data.train, or start a new run from its checkpoint with policy.model"
+            f"{fingerprint[:12]}); give the same data.train, or start a new run with policy.model={point.checkpoint}/hf"
         )
 
 
@@ -67,6 +88,9 @@ def roll_back(run: Path, point: RestorePoint) -> int:
     lineage only. events.jsonl stays whole, because the ledger itself says what was rolled back.
     """
     complete_last_line(run / "events.jsonl")
+    for checkpoint in (run / "checkpoints").glob("step-*"):
+        if checkpoint.name > f"step-{point.step:06d}":  # damaged, or it would be the restore point
+            checkpoint.rename(checkpoint.with_name(f"damaged-{checkpoint.name}-{point.incarnation}"))
     kept_drops = {
         event["group"]
         for event in surviving(read_rows(run / "events.jsonl"))

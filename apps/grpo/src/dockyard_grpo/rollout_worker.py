@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from dockyard_core import (
+    EngineDead,
     Generator,
     GeneratorError,
     GroupId,
@@ -51,12 +52,16 @@ class RolloutWorker:
             num_rollouts: its size.
             attempt: prefix of the rollout ids, unique in the life of the sandbox servers.
         """
-        async with asyncio.TaskGroup() as running:
-            rollouts = [
-                running.create_task(self._run_rollout(task, f"{attempt}/{group_id}/{index}", str(group_id)))
-                for index in range(num_rollouts)
-            ]
-        return RolloutGroup(group_id=group_id, rollouts=tuple(rollout.result() for rollout in rollouts))
+        running = [
+            asyncio.create_task(self._run_rollout(task, f"{attempt}/{group_id}/{index}", str(group_id)))
+            for index in range(num_rollouts)
+        ]
+        try:
+            rollouts = await asyncio.gather(*running)
+        finally:  # the first failure is raised as it is; the others of its group end with it
+            for rollout in running:
+                rollout.cancel()
+        return RolloutGroup(group_id=group_id, rollouts=tuple(rollouts))
 
     async def _run_rollout(self, task: Task, rollout_id: str, group_id: str) -> Rollout:
         started = time.monotonic()
@@ -67,6 +72,8 @@ class RolloutWorker:
                 )
         except TimeoutError:
             return _unfinished(task, rollout_id, "deadline", time.monotonic() - started)
+        except EngineDead:
+            raise  # no rollout of this engine can ever end: the run must know
         except GeneratorError as error:
             return _unfinished(task, rollout_id, "infra_error", time.monotonic() - started, str(error))
         return score_rollout(rollout, self._reward, max_new_tokens=self._max_new_tokens)

@@ -6,6 +6,7 @@ config.yaml, metrics.jsonl, rollouts.jsonl, events.jsonl, timeline.json, checkpo
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
@@ -30,25 +31,34 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: Config) -> RunDirectory:
-        """Make the directory, or open the one to go on with, and write config.yaml.
+        """Choose the directory of a new run, or open the one to go on with; writes nothing.
 
         Raises ConfigError if it holds a run already and ``run.resume`` does not ask for it.
         """
         path = config.run.dir or Path("runs") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        holds_run = (path / "config.yaml").exists()
+        # A start that failed before the first event has left a configuration and nothing else.
+        holds_run = (path / "events.jsonl").exists()
         if holds_run and config.run.resume is None:
             raise ConfigError(
                 f"run.dir must not hold a run already, got {str(path)!r}; choose another run.dir, or go on with "
-                "run.resume=auto"
+                f"run.resume={path}"
             )
-        try:
-            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
-            (path / "config.yaml").write_text(dump_config(config))
-        except OSError as error:
-            raise ConfigError(f"run.dir must be writable, got {str(path)!r}: {error.strerror}") from error
         run = cls(path.resolve())
         run.holds_run = holds_run
         return run
+
+    def write_config(self, config: Config, *, incarnation: int) -> None:
+        """Write config.yaml; that of the life before stays as ``config.<incarnation>.yaml``."""
+        current = self.path / "config.yaml"
+        try:
+            (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
+            if self.holds_run and current.exists():
+                current.rename(self.path / f"config.{incarnation - 1}.yaml")
+            # Loading this file makes a run like this one; it does not go on with it.
+            run = config.run.model_copy(update={"resume": None})
+            current.write_text(dump_config(config.model_copy(update={"run": run})))
+        except OSError as error:
+            raise ConfigError(f"run.dir must be writable, got {str(self.path)!r}: {error.strerror}") from error
 
     @property
     def rollouts_path(self) -> Path:
@@ -59,7 +69,7 @@ class RunDirectory:
         """Append one object to ``<name>.jsonl`` and hand it to the kernel."""
         if name not in self._files:
             self._files[name] = (self.path / f"{name}.jsonl").open("a", encoding="utf-8")
-        self._files[name].write(json.dumps(row) + "\n")
+        self._files[name].write(json.dumps(_finite(row), allow_nan=False) + "\n")
         self._files[name].flush()
 
     def sync(self, name: str) -> None:
@@ -67,9 +77,12 @@ class RunDirectory:
         if name in self._files:
             os.fsync(self._files[name].fileno())
 
-    def write_json(self, name: str, content: Any) -> None:
-        """Write a whole JSON file."""
-        (self.path / name).write_text(json.dumps(content))
+    def write_timeline(self, trace: Mapping[str, Any]) -> None:
+        """Write timeline.json; that of an earlier life of the run stays beside it."""
+        path = self.path / "timeline.json"
+        if path.exists():
+            path.rename(path.with_name(f"timeline.{len(list(self.path.glob('timeline*.json')))}.json"))
+        path.write_text(json.dumps(trace))
 
     def checkpoint(self, step: int, write: Callable[[Path], None], *, keep_last: int) -> Path:
         """Write ``checkpoints/step-NNNNNN`` aside, add a manifest of hashes, fsync, rename.
@@ -93,7 +106,7 @@ class RunDirectory:
         link.symlink_to(final.name)
         link.rename(final.parent / "latest")
         _fsync(final.parent)
-        for old in sorted(final.parent.glob("step-*"))[:-keep_last]:
+        for old in sorted(path for path in final.parent.glob("step-*") if path.name <= final.name)[:-keep_last]:
             shutil.rmtree(old)
         return final
 
@@ -113,3 +126,12 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return value

@@ -13,7 +13,6 @@ class RolloutSummary:
     """One rollout without its tokens and texts."""
 
     reward: float
-    unshaped_reward: float
     invalid_cause: str | None
     oldest_version: int | None
     num_sampled_tokens: int
@@ -24,6 +23,8 @@ class RolloutSummary:
     """Whether the verdict came from the sandbox's cache."""
     generate_s: float
     judge_s: float
+    detail: str
+    """Why it is invalid, for the console; "" when it is valid."""
 
     @property
     def member(self) -> Member:
@@ -47,7 +48,6 @@ def summarize(group: RolloutGroup) -> GroupSummary:
 def _summarize_rollout(rollout: Rollout) -> RolloutSummary:
     return RolloutSummary(
         reward=rollout.reward,
-        unshaped_reward=rollout.unshaped_reward,
         invalid_cause=rollout.invalid_cause,
         oldest_version=rollout.first_policy_version if rollout.num_sampled_tokens else None,
         num_sampled_tokens=rollout.num_sampled_tokens,
@@ -56,4 +56,5 @@ def _summarize_rollout(rollout: Rollout) -> RolloutSummary:
         is_cached=rollout.verdict.cached,
         generate_s=rollout.timings_s.get("generate", 0.0),
         judge_s=rollout.timings_s.get("judge", 0.0),
+        detail="" if rollout.is_valid else rollout.verdict.detail[:200],
     )

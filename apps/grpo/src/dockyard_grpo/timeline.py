@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from dockyard_core import GroupId
+from dockyard_grpo.summary import GroupSummary
+
 _TRACKS = {"trainer": 1, "inference": 2, "sandbox": 3}
 
 
@@ -39,6 +42,13 @@ class Timeline:
                 "args": args,
             }
         )
+
+    def add_group(self, group_id: GroupId, lane: int, engine: str, started_s: float, summary: GroupSummary) -> None:
+        """Add a group that ends now: its whole life, and the time its verdicts took at the end of it."""
+        ended_s = self.wall_s
+        self.add("inference", str(group_id), started_s, ended_s, lane=lane, engine=engine)
+        judge_s = max((rollout.judge_s for rollout in summary.rollouts), default=0.0)
+        self.add("sandbox", str(group_id), max(started_s, ended_s - judge_s), ended_s, lane=lane)
 
     @contextmanager
     def span(self, fleet: str, name: str, **args: Any) -> Iterator[None]:

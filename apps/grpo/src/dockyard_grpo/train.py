@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dockyard_core import Task, UserError
-from dockyard_core.data import read_tasks
+from dockyard_core.data import dataset_fingerprint, read_tasks
 from dockyard_grpo import compose, reaper, scratch
 from dockyard_grpo.cluster import start_ray, stop_ray
 from dockyard_grpo.config import Config
 from dockyard_grpo.fleets import Fleets
 from dockyard_grpo.pipeline import Pipeline
-from dockyard_grpo.preflight import check
+from dockyard_grpo.preflight import check, check_repositories
 from dockyard_grpo.progress import Reporter, make_reporter
-from dockyard_grpo.resume import RestorePoint, find_restore_point
+from dockyard_grpo.resume import RestorePoint, check_same_run, find_restore_point
 from dockyard_grpo.run_directory import RunDirectory
 from dockyard_grpo.tracker import Tracker, make_tracker
 
@@ -57,14 +57,21 @@ def train(config: Config) -> Outcome:
     validation: tuple[Task, ...] = ()
     if config.data.validation is not None:
         validation = read_tasks(compose.data_path(config.data.validation), limit=config.evaluation.num_tasks)
+    check_repositories(config, (*training, *validation))
     with (
         RunDirectory.create(config) as run,
         make_reporter(config.logging.console, config.run.max_steps) as reporter,
-        closing(make_tracker(config.logging.trackers, run.path, report=reporter.say)) as tracker,
     ):
-        reporter.say(f"run directory {_short(run.path)}: {len(training)} training, {len(validation)} held-out tasks")
         point = find_restore_point(run.path) if run.holds_run else None
-        stopped_by = _run_fleets(_Job(config, run, reporter, tracker, training, validation, point))
+        if point is not None:
+            check_same_run(point, config, dataset_fingerprint(training))
+            if point.step >= config.run.max_steps:
+                reporter.say(f"{_short(run.path)} is done after {point.step} steps; to go on, raise run.max_steps")
+                return Outcome(run.path, None)
+        run.write_config(config, incarnation=point.incarnation if point is not None else 0)
+        reporter.say(f"run directory {_short(run.path)}: {len(training)} training, {len(validation)} held-out tasks")
+        with closing(make_tracker(config.logging.trackers, run.path, report=reporter.say)) as tracker:
+            stopped_by = _run_fleets(_Job(config, run, reporter, tracker, training, validation, point))
         if stopped_by is None:
             reporter.say(f"done: {_short(run.path)} (checkpoints/latest/hf loads with transformers and vLLM)")
     return Outcome(run.path, stopped_by)
@@ -77,7 +84,7 @@ def _run_fleets(job: _Job) -> signal.Signals | None:
     try:
         num_gpus = start_ray(job.config, folder)
         return asyncio.run(_run(job, num_gpus))
-    except UserError:
+    except (UserError, KeyboardInterrupt, asyncio.CancelledError):
         raise
     except BaseException:
         _keep_logs(folder, job)
@@ -94,10 +101,7 @@ async def _run(job: _Job, num_gpus: int) -> signal.Signals | None:
     with _signals() as received:
         try:
             fleets.start_recorder(job.run)
-            incarnation = job.point.incarnation if job.point is not None else 0
-            await fleets.start(
-                job.config, num_gpus, job.training, job.validation, job.reporter, incarnation=incarnation
-            )
+            await fleets.start(job.config, num_gpus, job.training, job.validation, job.reporter)
             pipeline = Pipeline(job.config, fleets, job.run, job.reporter, job.tracker, job.training, job.validation)
             received.on_first(pipeline.request_stop)
             done = await pipeline.run(job.point)
@@ -147,7 +151,10 @@ def _keep_logs(folder: Path, job: _Job) -> None:
     latest = folder / "session_latest" / "logs"
     if latest.is_dir():
         shutil.copytree(latest, job.run.path / "ray-logs", dirs_exist_ok=True, ignore_dangling_symlinks=True)
-        job.reporter.say(f"the logs of Ray's processes are in {_short(job.run.path)}/ray-logs")
+        job.reporter.say(
+            f"the logs of Ray's processes are in {_short(job.run.path)}/ray-logs; once the cause is gone, go on with "
+            f"run.resume={_short(job.run.path)}"
+        )
 
 
 def _short(path: Path) -> Path:

@@ -78,11 +78,15 @@ class PatchAgent:
         # A group's rollouts share their prompt, and live groups share few tasks.
         self._prompt_of = lru_cache(maxsize=_CACHED_PROMPTS)(prompt_of)
 
+    def prompt(self, task: Task) -> Prompt:
+        """What the policy is shown of a task. Raises DataError when it cannot fit the token budget."""
+        return self._prompt_of(task)
+
     async def run(
         self, task: Task, generator: Generator, sandbox: Sandbox, *, rollout_id: str, group_id: str
     ) -> Rollout:
         """See `Agent.run`."""
-        prompt = self._prompt_of(task)
+        prompt = self.prompt(task)
         started_s = time.perf_counter()
         completion = await generator.generate(
             GenerateRequest(

@@ -12,10 +12,13 @@ DockyardError
 +- RefitError            an engine does not hold the promised policy version
 |  +- RefitTimeout       a refit passed its deadline; names the late rank
 |  +- WeightMismatch     a tensor is unknown, missing, misshapen or corrupt
++- RunStalled            nothing is trained because everything is dropped
 +- LedgerViolation       admitted = trained + dropped + alive does not hold (a fault of ours)
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class DockyardError(Exception):
@@ -61,6 +64,11 @@ class RefitError(DockyardError):
         super().__init__(f"{message} (wanted policy version {wanted_version}, holds {held_version})")
         self.wanted_version = wanted_version
         self.held_version = held_version
+        self._message = message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors travel between processes; pickle alone would call ``__init__`` without the versions."""
+        return (_refit_error, (type(self), self._message, self.wanted_version, self.held_version))
 
 
 class RefitTimeout(RefitError):
@@ -71,5 +79,13 @@ class WeightMismatch(RefitError):
     """A tensor is unknown, missing, misshapen, of another dtype, or its bytes are corrupt."""
 
 
+class RunStalled(DockyardError):
+    """Group after group is dropped and none is trained: something is broken, not slow."""
+
+
 class LedgerViolation(DockyardError):
     """The conservation law of the ledger is broken; the message names the ids."""
+
+
+def _refit_error(kind: type[RefitError], message: str, wanted_version: int, held_version: int | None) -> RefitError:
+    return kind(message, wanted_version=wanted_version, held_version=held_version)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import cached_property
 
 from dockyard_core import GroupId, RolloutGroup, SamplingParams, Task
 from dockyard_core.agent import PatchAgent
@@ -34,21 +35,26 @@ class InferenceWorker:
         self._engine_index = engine_index
         self._attempt = attempt
         self._sandbox_urls = tuple(sandbox_urls)
-        self._tokenizer = HuggingFaceTokenizer(compose.model_path(config))
         self._generator: compose.Engine | None = None
         self._workers: dict[str, RolloutWorker] = {}
 
     async def start(self) -> int:
-        """Start the engine; returns the number of its worker ranks in a refit."""
+        """Check every prompt, then start the engine; returns the number of its worker ranks in a refit.
+
+        Raises DataError for a task whose prompt cannot fit the token budget.
+        """
+        agents = {
+            "train": self._build_agent(self._config.generation.temperature),
+            "validation": self._build_agent(self._config.evaluation.temperature),
+        }
+        for split, agent in agents.items():
+            for task in self._tasks[split]:
+                agent.prompt(task)
         generator = await compose.start_generator(self._config, engine_index=self._engine_index)
         sandbox = SandboxFleet([compose.build_sandbox_client(self._config, url) for url in self._sandbox_urls])
-        temperatures = {
-            "train": self._config.generation.temperature,
-            "validation": self._config.evaluation.temperature,
-        }
-        for split, temperature in temperatures.items():
+        for split, agent in agents.items():
             self._workers[split] = RolloutWorker(
-                agent=self._build_agent(temperature),
+                agent=agent,
                 generator=generator,
                 sandbox=sandbox,
                 reward=self._config.reward,
@@ -91,14 +97,14 @@ class InferenceWorker:
         """Logprobs at temperature 1 of tokens 1.. of each probe."""
         return tuple(await asyncio.gather(*(self._engine.score(probe) for probe in probes)))
 
-    async def version(self) -> int:
-        """The version that samples the next token."""
-        return self._engine.version
-
     async def stop(self) -> None:
         """End the engine and its processes."""
         if self._generator is not None:
             await self._generator.shutdown()
+
+    @cached_property
+    def _tokenizer(self) -> HuggingFaceTokenizer:
+        return HuggingFaceTokenizer(compose.model_path(self._config))
 
     @property
     def _engine(self) -> compose.Engine:

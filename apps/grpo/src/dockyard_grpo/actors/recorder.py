@@ -21,16 +21,17 @@ class Recorder:
         """Append the rollouts of groups that left the loop; returns how many.
 
         Args:
-            fields: one mapping per group: what is common to its rollouts, and ``advantages``, one
-                per rollout.
+            fields: one mapping per group: ``step`` and ``dropped``, which its rollouts share, and
+                ``staleness`` and ``advantage``, one per rollout.
             groups: in the same order.
         """
         count = 0
         with self._path.open("a", encoding="utf-8") as file:
             for common, group in zip(fields, groups, strict=True):
-                shared = {key: value for key, value in common.items() if key != "advantages"}
-                for rollout, advantage in zip(group.rollouts, common["advantages"], strict=True):
-                    row = {**_row(group, rollout), **shared, "advantage": advantage}
+                shared = {"step": common["step"], "dropped": common["dropped"]}
+                each = zip(group.rollouts, common["staleness"], common["advantage"], strict=True)
+                for rollout, lag, advantage in each:
+                    row = {**_row(group, rollout), **shared, "staleness": lag, "advantage": advantage}
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
                     count += 1
         return count

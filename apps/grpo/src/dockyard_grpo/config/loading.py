@@ -83,7 +83,7 @@ def read_layers(file: Path | None, overrides: Sequence[str]) -> Layers:
         return Layers(str(file), _read_yaml(file), parsed)
     if resumed is not None:
         base = _read_yaml(resumed / "config.yaml")
-        OmegaConf.update(base, "run.dir", str(resumed))
+        OmegaConf.update(base, "run.dir", None)  # it may have been moved
         return Layers(str(resumed / "config.yaml"), base, parsed)
     if uses_quickstart(file, overrides):
         text = resources.files("dockyard_grpo").joinpath(QUICKSTART).read_text()
@@ -101,9 +101,26 @@ def validate(layers: Layers) -> Config:
     _refuse_unknown_keys(values)
     _refuse_borrowed_clip_range(layers)
     try:
-        return Config.model_validate(values)
+        return _with_resumed_directory(Config.model_validate(values))
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
+
+
+def _with_resumed_directory(config: Config) -> Config:
+    """``run.resume=DIR``, wherever it was written, makes DIR the run directory."""
+    resume, directory = config.run.resume, config.run.dir
+    if resume is None:
+        return config
+    if resume == "auto":
+        if directory is None:
+            raise ConfigError("run.resume=auto goes on with run.dir, got run.dir=null; set run.dir=DIR")
+        return config
+    resumed = Path(resume).expanduser().absolute()
+    if not (resumed / "config.yaml").is_file():
+        raise ConfigError(f"run.resume must be auto or a run directory with config.yaml, got {resume!r}")
+    if directory not in (None, resumed):
+        raise ConfigError(f"run.resume={resume} goes on in its own directory, got run.dir={directory}; leave it out")
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": resumed})})
 
 
 def resumed_run(overrides: Sequence[str]) -> Path | None:
@@ -111,15 +128,17 @@ def resumed_run(overrides: Sequence[str]) -> Path | None:
     named = [override.partition("=")[2] for override in overrides if override.startswith("run.resume=")]
     if not named or named[-1] in ("auto", "null", ""):
         return None
-    if not (Path(named[-1]) / "config.yaml").is_file():
+    resumed = Path(named[-1]).expanduser().absolute()
+    if not (resumed / "config.yaml").is_file():
         raise ConfigError(f"run.resume must be auto or a run directory with config.yaml, got {named[-1]!r}")
-    return Path(named[-1])
+    return resumed
 
 
 def uses_quickstart(file: Path | None, overrides: Sequence[str]) -> bool:
     """Whether the bundled quickstart is the base of this configuration."""
     own = ("policy.model=", "data.train=")
-    return file is None and not any(override.startswith(own) for override in overrides)
+    is_own = any(override.startswith(own) for override in overrides)
+    return file is None and not is_own and resumed_run(overrides) is None
 
 
 def dump_config(config: Config) -> str:

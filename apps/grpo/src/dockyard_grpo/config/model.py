@@ -48,8 +48,8 @@ class Config(Section):
         self._check_lengths()
         if self.loss.proximal == "given" and self.grpo.updates_per_batch == 1:
             raise ValueError(
-                "loss.proximal='given' needs grpo.updates_per_batch >= 2, got 1: before a batch's first update a "
-                "recompute equals the current logprobs; set loss.proximal=current"
+                "loss.proximal='given' differs from 'current' only after a batch's first update, and "
+                "grpo.updates_per_batch is 1; set loss.proximal=current"
             )
         if self.evaluation.every_steps is not None and self.data.validation is None:
             raise ValueError(
@@ -65,6 +65,11 @@ class Config(Section):
             raise ValueError(
                 f"sandbox.token_file={self.sandbox.token_file} is for a server of yours, got sandbox.url=null; "
                 "set sandbox.url, or leave the token out"
+            )
+        if self.cluster.address is not None and self.sandbox.url is None:
+            raise ValueError(
+                f"cluster.address={self.cluster.address} needs sandbox.url, got null: a server that a run starts "
+                "listens on its own node only; start one with: dockyard-sandbox serve --host … --token-file …"
             )
         if self.generation.backend != "vllm" and self.generation.tensor_parallel_size > 1:
             raise ValueError(

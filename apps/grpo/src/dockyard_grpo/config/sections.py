@@ -10,11 +10,24 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 Count = Annotated[int, Ge(1)]
 Seconds = Annotated[float, Gt(0)]
 Decay = Annotated[float, Ge(0), Lt(1)]
+
+
+def _whole_path(value: str) -> str:
+    """A local path with its home and its root, so that config.yaml means the same from any folder.
+
+    What is no path here (a hub id, ``quickstart:…``, a mistake) stays as it was written.
+    """
+    path = Path(value).expanduser()
+    return str(path.absolute()) if path.exists() else value
+
+
+LocalOrName = Annotated[str, AfterValidator(_whole_path)]
+WholePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 
 
 class Section(BaseModel):
@@ -26,7 +39,7 @@ class Section(BaseModel):
 class PolicySection(Section):
     """The model that is trained, and its optimizer."""
 
-    model: str | None = Field(None, description="Directory or hub id of a Hugging Face causal LM.")
+    model: LocalOrName | None = Field(None, description="Directory or hub id of a Hugging Face causal LM.")
     backend: Literal["torch"] = Field("torch", description="Trainer backend.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Parameter dtype.")
     learning_rate: Annotated[float, Ge(0)] = Field(1e-6, description="Peak learning rate of AdamW.")
@@ -42,6 +55,7 @@ class PolicySection(Section):
     logprob_chunk_tokens: Count = Field(1024, description="Trained positions per chunk of the logprob kernel.")
     num_ranks: Count = Field(1, description="Trainer ranks; weights are sharded over them (FSDP2).")
     num_threads: Count | None = Field(None, description="CPU threads of a trainer rank; null = the fleet's share.")
+    collective_timeout_s: Seconds = Field(1800.0, description="Deadline of a collective between trainer ranks.")
 
 
 class GenerationSection(Section):
@@ -54,8 +68,7 @@ class GenerationSection(Section):
     max_num_seqs: Count = Field(256, description="Sequences an engine decodes at once.")
     num_engines: Count = Field(1, description="Engine replicas.")
     tensor_parallel_size: Count = Field(1, description="Devices per engine.")
-    kv_cache_gib: Annotated[float, Gt(0)] = Field(1.0, description="KV cache on a CPU, GiB.")
-    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = Field(0.85, description="Share of GPU memory.")
+    kv_cache_gib: Annotated[float, Gt(0)] = Field(1.0, description="Memory for cached keys and values, GiB per device.")
     enforce_eager: bool = Field(True, description="No graph capture, no compilation: starts fastest.")
     num_threads: Count | None = Field(None, description="CPU threads of an engine; null = the fleet's share.")
     top_p: float = Field(1.0, description="Refused below 1: it biases the importance ratio.")
@@ -84,7 +97,7 @@ class SandboxSection(Section):
     """Where patches become verdicts."""
 
     url: str | None = Field(None, description="A running server; null = the sandbox fleet starts one per node.")
-    token_file: Path | None = Field(None, description="File with the server's bearer token.")
+    token_file: WholePath | None = Field(None, description="File with the server's bearer token.")
     num_workers: Count | None = Field(None, description="Verdicts at once per server; null = CPUs.")
     min_isolation: Literal["namespaces", "bwrap", "landlock", "unsafe"] | None = Field(
         None, description="Refuse weaker isolation; null = the strongest the probe finds."
@@ -107,8 +120,8 @@ class GrpoSection(Section):
 class DataSection(Section):
     """Tasks and how they become prompts."""
 
-    train: str | None = Field(None, description="JSONL of SWE-bench-style rows.")
-    validation: str | None = Field(None, description="JSONL of held-out rows; null = no evaluation.")
+    train: LocalOrName | None = Field(None, description="JSONL of SWE-bench-style rows.")
+    validation: LocalOrName | None = Field(None, description="JSONL of held-out rows; null = no evaluation.")
     prompt_template: Literal["auto", "numbered", "plain", "chat"] = Field("auto", description="Prompt renderer.")
     max_prompt_tokens: Count | None = Field(None, description="null = max_model_len - max_new_tokens.")
     limit: Count | None = Field(None, description="Use the first so many training rows.")
@@ -173,7 +186,7 @@ class RunSection(Section):
     """The run itself."""
 
     name: str = Field("grpo", description="Used in the default run directory.")
-    dir: Path | None = Field(None, description="Run directory; null = runs/<name>-<timestamp>.")
+    dir: WholePath | None = Field(None, description="Run directory; null = runs/<name>-<timestamp>.")
     seed: int = Field(0, description="Seeds the sampler, the engines and the trainer.")
     resume: str | None = Field(
         None, description="A run directory to go on with, or auto: go on with run.dir if it holds a run."

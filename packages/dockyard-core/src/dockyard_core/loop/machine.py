@@ -72,6 +72,8 @@ class LoopMachine:
         self._buffer = ReplayBuffer()
         self._finished: dict[GroupId, _Finished] = {}
         self._awaiting_refit = 0
+        self.num_drops_in_a_row = 0
+        """Groups dropped since one was finished for training; grows without bound only if all is broken."""
 
     def snapshot(self) -> dict[str, Any]:
         """JSON-able state of the loop, to be given to `restore`."""
@@ -147,6 +149,7 @@ class LoopMachine:
             self._discard(group_id, cause, invalid)
             return cause
         self._finished[group_id] = _Finished(invalid, min(versions))
+        self.num_drops_in_a_row = 0
         return None
 
     def drop(self, group_id: GroupId, cause: str) -> None:
@@ -201,4 +204,5 @@ class LoopMachine:
 
     def _discard(self, group_id: GroupId, cause: str, invalid: Counter[str]) -> None:
         self._buffer.discard(group_id)
+        self.num_drops_in_a_row += 1
         self.ledger.drop(group_id, cause, invalid=invalid)
