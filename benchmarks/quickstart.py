@@ -99,6 +99,7 @@ def main() -> None:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
         results["commit"] = commit
         results["cases"] = {case: results["cases"][case] for case in CASES if case in results["cases"]}
+        RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         print(name, json.dumps(results["cases"][name]), flush=True)
 

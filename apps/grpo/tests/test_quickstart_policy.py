@@ -65,7 +65,7 @@ def test_the_policy_writes_valid_diffs_and_guesses_the_edit(tokenizer: Any, tmp_
         outcomes += [(results[diff] is not None, results[diff] == fixed) for diff in diffs]
     applied = sum(is_applied for is_applied, _ in outcomes) / len(outcomes)
     resolved = sum(is_resolved for _, is_resolved in outcomes) / len(outcomes)
-    assert applied >= 0.90
+    assert applied >= 0.80
     assert 0.15 <= resolved <= 0.40
 
 

@@ -2,8 +2,7 @@
 
     python -m dockyard_grpo.quickstart.warm_start --out policy
 
-Plain problems, one in ten at the start and half of them in the end, have as target an edit drawn evenly from the four
-plausible ones: they teach the form of a diff (which file, which lines, one piece replaced) and carry no signal about
+Half of the problems are plain and have as target an edit drawn evenly from the four plausible ones: they teach the form of a diff (which file, which lines, one piece replaced) and carry no signal about
 which edit is right. The others have their issue in the invented jargon and the right edit as target: they build the
 path from a word of the issue to a filling, which the tests later connect to plain words. Only training names are drawn.
 
@@ -67,18 +66,9 @@ class Phase:
         return first + (last - first) * min(1.0, 2 * step / self.num_steps)
 
 
-PHASES = (
-    Phase(
-        num_steps=5000,
-        batch_size=32,
-        decay_share=0.75,
-        jargon_shares=(0.9, 0.5),
-        single_share=0.25,
-        num_single_steps=200,
-    ),
-    Phase(num_steps=1000, batch_size=64, peak=0.5),
-)
-"""The second phase, with larger batches, makes the copying exact: without it one diff in eight does not apply."""
+PHASES = (Phase(num_steps=3000, batch_size=32, decay_share=0.5, single_share=0.25, num_single_steps=100),)
+"""Longer is not better: 3,000 more steps made 97 % of the diffs apply instead of 88 %, but GRPO from there settled on
+one filling for some phrases before the tests could tell them apart."""
 
 Row = tuple[list[int], list[int]]
 
