@@ -75,22 +75,17 @@ def step_row(
         skips_zero_advantage: rows without signal did not go through the model, so that a step without
             any signal says nothing about the tokens: its entropy and mismatch are None.
     """
-    rollouts = [rollout for summary in groups for rollout in summary.rollouts]
-    valid = [rollout for rollout in rollouts if rollout.invalid_cause is None]
     lags = [lag for group in staleness for lag in group if lag is not None]
     num_signal_groups = sum(_has_signal(summary) for summary in groups)
     is_silent = skips_zero_advantage and num_signal_groups == 0
+    rollouts = [rollout for summary in groups for rollout in summary.rollouts]
     return {
         "step": step,
         "policy_version": trained.policy_version,
-        "reward_mean": _mean([r.reward for r in valid]),
-        "resolved_rate": _mean([float(r.status == "resolved") for r in valid]),
-        "apply_failed_rate": _mean([float(r.status == "apply_failed") for r in valid]),
-        "num_rollouts": len(valid),
+        **_rollout_fields(rollouts),
         "num_groups": len(groups),
         "num_signal_groups": num_signal_groups,
         "num_valid_tokens": trained.num_valid_tokens,
-        "completion_tokens_mean": _mean([float(r.num_sampled_tokens) for r in valid]),
         "loss": trained.loss,
         "grad_norm": trained.grad_norm,
         "learning_rate": trained.learning_rate,
@@ -104,17 +99,28 @@ def step_row(
         "refit_probe_abs_diff_max": probe.abs_diff_max,
         "offpolicy_abs_diff_mean": None if is_silent else trained.offpolicy_abs_diff_mean,
         "offpolicy_abs_diff_max": None if is_silent else trained.offpolicy_abs_diff_max,
-        "truncated_rate": _mean([float(r.finish_reason == "length") for r in rollouts]),
-        "verdict_cache_rate": _mean([float(r.is_cached) for r in rollouts]),
         "dropped": dropped,
-        "time_generate_s": _mean([r.generate_s for r in rollouts]),
-        "time_judge_s": _mean([r.judge_s for r in rollouts]),
         "time_train_s": times.train_s,
         "time_refit_s": times.refit_s,
         "time_wait_s": times.wait_s,
         "step_s": times.step_s,
         "wall_s": times.wall_s,
         "tokens_per_s": sum(r.num_sampled_tokens for r in rollouts) / max(times.step_s, 1e-9),
+    }
+
+
+def _rollout_fields(rollouts: Sequence[RolloutSummary]) -> dict[str, Any]:
+    valid = [rollout for rollout in rollouts if _is_valid(rollout)]
+    return {
+        "reward_mean": _mean([r.reward for r in valid]),
+        "resolved_rate": _mean([float(r.status == "resolved") for r in valid]),
+        "apply_failed_rate": _mean([float(r.status == "apply_failed") for r in valid]),
+        "num_rollouts": len(valid),
+        "completion_tokens_mean": _mean([float(r.num_sampled_tokens) for r in valid]),
+        "truncated_rate": _mean([float(r.finish_reason == "length") for r in rollouts]),
+        "verdict_cache_rate": _mean([float(r.is_cached) for r in rollouts]),
+        "time_generate_s": _mean([r.generate_s for r in rollouts]),
+        "time_judge_s": _mean([r.judge_s for r in rollouts]),
     }
 
 

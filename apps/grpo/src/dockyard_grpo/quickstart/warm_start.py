@@ -2,9 +2,10 @@
 
     python -m dockyard_grpo.quickstart.warm_start --out policy
 
-Half of the problems are plain and have as target an edit drawn evenly from the four plausible ones: they teach the form of a diff (which file, which lines, one piece replaced) and carry no signal about
-which edit is right. The others have their issue in the invented jargon and the right edit as target: they build the
-path from a word of the issue to a filling, which the tests later connect to plain words. Only training names are drawn.
+Half of the problems are plain and have as target an edit drawn evenly from the four plausible ones: they teach the
+form of a diff (which file, which lines, one piece replaced) and carry no signal about which edit is right. The others
+have their issue in the invented jargon and the right edit as target: they build the path from a word of the issue to a
+filling, which the tests later connect to plain words. Only training names are drawn.
 
 The numbers of steps and the seed are fixed and nothing depends on the clock. One thread makes a rerun on the same
 machine and library versions equal bit for bit.
