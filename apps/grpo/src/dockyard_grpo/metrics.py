@@ -60,7 +60,6 @@ def step_row(
     dropped: dict[str, int],
     probe: ProbeDiff,
     times: StepTimes,
-    skips_zero_advantage: bool,
 ) -> dict[str, Any]:
     """Assemble a row.
 
@@ -72,12 +71,9 @@ def step_row(
         dropped: cause -> rollouts dropped since the start of the run.
         probe: |engine − trainer| logprobs at the same version, after the step's refit.
         times: seconds.
-        skips_zero_advantage: rows without signal did not go through the model, so that a step without
-            any signal says nothing about the tokens: its entropy and mismatch are None.
     """
     lags = [lag for group in staleness for lag in group if lag is not None]
     num_signal_groups = sum(_has_signal(summary) for summary in groups)
-    is_silent = skips_zero_advantage and num_signal_groups == 0
     rollouts = [rollout for summary in groups for rollout in summary.rollouts]
     return {
         "step": step,
@@ -90,15 +86,15 @@ def step_row(
         "grad_norm": trained.grad_norm,
         "learning_rate": trained.learning_rate,
         "is_skipped": trained.is_skipped,
-        "entropy": None if is_silent else trained.entropy,
+        "entropy": trained.entropy,
         "clip_fraction": trained.clip_fraction,
         "kl_ref": trained.kl_ref,
         "staleness_mean": _mean([float(lag) for lag in lags]),
         "staleness_max": max(lags, default=0),
         "refit_probe_abs_diff_mean": probe.abs_diff_mean,
         "refit_probe_abs_diff_max": probe.abs_diff_max,
-        "offpolicy_abs_diff_mean": None if is_silent else trained.offpolicy_abs_diff_mean,
-        "offpolicy_abs_diff_max": None if is_silent else trained.offpolicy_abs_diff_max,
+        "offpolicy_abs_diff_mean": trained.offpolicy_abs_diff_mean,
+        "offpolicy_abs_diff_max": trained.offpolicy_abs_diff_max,
         "dropped": dropped,
         "time_train_s": times.train_s,
         "time_refit_s": times.refit_s,

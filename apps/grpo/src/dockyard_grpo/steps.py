@@ -76,7 +76,6 @@ class StepRunner:
             dropped=dict(machine.ledger.dropped_rollouts),
             probe=probe,
             times=StepTimes(wait_s=wait_s, train_s=train_s, refit_s=now - started, step_s=now - since_s, wall_s=now),
-            skips_zero_advantage=self._config.loss.can_skip_zero_advantage,
         )
 
     async def _train(self, advantages: list[tuple[float, ...]], payloads: Sequence[Any]) -> StepMetrics:

@@ -66,12 +66,15 @@ class TrainerWorker:
             if rollout.is_valid
         ]
         policy = self._config.policy
+        # Rows without signal cost time and move nothing; but a step of nothing else would have no token to
+        # tell entropy and mismatch from.
+        has_signal = any(sequence.advantage != 0.0 for sequence in sequences)
         shards = pack_batch(
             sequences,
             num_ranks=self._num_ranks,
             micro_batch_tokens=policy.micro_batch_tokens,
             row_length=policy.row_length,
-            skip_zero_advantage=self._config.loss.can_skip_zero_advantage,
+            skip_zero_advantage=has_signal and self._config.loss.can_skip_zero_advantage,
             temperature=self._config.generation.temperature,
         )
         return self._policy.train_step(shards[self._rank])

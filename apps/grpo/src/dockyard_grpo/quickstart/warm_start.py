@@ -68,8 +68,8 @@ class Phase:
 
 
 PHASES = (Phase(num_steps=3000, batch_size=32, decay_share=0.5, single_share=0.25, num_single_steps=100),)
-"""Longer is not better: 3,000 more steps made 97 % of the diffs apply instead of 88 %, but GRPO from there settled on
-one filling for some phrases before the tests could tell them apart."""
+"""Twice the steps, the last ones with larger batches, made 97 % of the diffs apply instead of 88 %, but GRPO ended no
+higher from there (mean reward of the last ten of 80 steps, seeds 0 to 2: 0.82 to 0.89)."""
 
 Row = tuple[list[int], list[int]]
 
