@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dockyard_core.generator import GenerateRequest, SamplingParams
 from dockyard_core.testing.generator_contract import GeneratorContract, GeneratorHarness
 from dockyard_inference import TransformersConfig, TransformersGenerator
 
@@ -28,3 +31,39 @@ class TestUntiedQwen3(GeneratorContract):
     def harness(cls, serve: Serve, make_model: Callable[..., Path]) -> Iterator[GeneratorHarness]:
         model = make_model("qwen3", is_tied=False)
         yield from serve(TransformersGenerator(TransformersConfig(model=str(model), max_model_len=128)), model)
+
+
+def test_a_request_that_is_cancelled_during_its_first_prefill_leaves_the_engine_alive(
+    make_model: Callable[..., Path],
+) -> None:
+    """The row of the cancelled request is in the batch that is being computed."""
+    is_computing, may_compute = threading.Event(), threading.Event()
+
+    async def work() -> list[Any]:
+        config = TransformersConfig(model=str(make_model("qwen3", is_tied=True)), max_model_len=128)
+        generator = TransformersGenerator(config)
+        await generator.start()
+        forward = generator._model.forward
+
+        def held_back(*args: Any, **kwargs: Any) -> Any:
+            is_computing.set()
+            may_compute.wait(60)
+            return forward(*args, **kwargs)
+
+        generator._model.forward = held_back
+        sampling = SamplingParams(max_new_tokens=8)
+        requests = [GenerateRequest(request_id=f"{i}", prompt_token_ids=(3, 4), sampling=sampling) for i in range(5)]
+        tasks = [asyncio.create_task(generator.generate(request)) for request in requests]
+        await asyncio.to_thread(is_computing.wait, 60)
+        tasks[0].cancel()
+        await asyncio.sleep(0)
+        again = asyncio.create_task(generator.generate(requests[0]))  # its id is free again
+        await asyncio.sleep(0)
+        may_compute.set()
+        answers = await asyncio.gather(*tasks, again, return_exceptions=True)
+        await generator.shutdown()
+        return answers
+
+    cancelled, *answers = asyncio.run(work())
+    assert isinstance(cancelled, asyncio.CancelledError)
+    assert [(answer.finish_reason, len(answer.token_ids)) for answer in answers] == [("length", 8)] * 5

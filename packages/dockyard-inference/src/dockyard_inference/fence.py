@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from dockyard_core.errors import GeneratorError
+from dockyard_core.errors import GeneratorError, RefitTimeout
 
 
 class Transaction:
@@ -39,11 +39,18 @@ class Fence:
 
     @asynccontextmanager
     async def transaction(self, what: str) -> AsyncIterator[Transaction]:
-        """Fence the engine from ``begin`` until ``commit``; without a commit it stays fenced."""
+        """Fence the engine from ``begin`` until ``commit``; without a commit it stays fenced.
+
+        An error before ``begin`` leaves the engine as it was, except a RefitTimeout: nobody knows
+        what a rank that did not answer has done.
+        """
         async with self._one_refit:
             transaction = Transaction(self._gate)
             try:
                 yield transaction
+            except RefitTimeout:
+                transaction.begin()
+                raise
             finally:
                 if transaction.is_committed:
                     self.reason = ""

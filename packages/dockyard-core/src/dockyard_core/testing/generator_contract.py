@@ -14,48 +14,23 @@ and sends the weights of every version it made, which must differ (in logprobs, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from dockyard_core.errors import GeneratorError, RefitTimeout, WeightMismatch
-from dockyard_core.generator import Completion, GenerateRequest, Generator, SamplingParams
+from dockyard_core.generator import Completion, GenerateRequest, SamplingParams
 from dockyard_core.refit import RefitReport, RefitUpdate, TensorSpec, elements_per_layer
+from dockyard_core.testing.generator_checks import (
+    SETTLE_S,
+    GeneratorHarness,
+    assert_close,
+    longer,
+    outcomes,
+    request,
+    until_running,
+)
 
-_T = TypeVar("_T")
-_SETTLE_S = 120.0
-
-
-class GeneratorHarness(Protocol):
-    """An engine under test, and the trainer that feeds it."""
-
-    generator: Generator
-    vocab_size: int
-    max_model_len: int
-
-    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run on the one event loop that the engine was started on."""
-        ...
-
-    def manifest(self) -> tuple[TensorSpec, ...]:
-        """The policy's tensors, in the order they are streamed."""
-        ...
-
-    def witness(self, token_ids: Sequence[int], version: int, temperature: float = 1.0) -> Sequence[float]:
-        """Reference logprobs [T-1] of tokens 1..T-1 under the weights of ``version``."""
-        ...
-
-    def make_version(self) -> int:
-        """Make new weights and return their version: one more than the engine holds."""
-        ...
-
-    async def send(self, update: RefitUpdate, *, is_corrupt: bool = False) -> None:
-        """Send the weights of ``update.policy_version``; corrupt: one byte differs from its digest."""
-        ...
-
-    async def reconnect(self) -> None:
-        """Open a new sender and let the engine join it."""
-        ...
+__all__ = ["GeneratorContract", "GeneratorHarness"]
 
 
 class GeneratorContract:
@@ -72,7 +47,7 @@ class GeneratorContract:
     def test_score_gives_the_logprob_of_every_given_token(self, harness: GeneratorHarness) -> None:
         tokens = tuple(3 + (7 * t) % (harness.vocab_size - 3) for t in range(20))
         scores = harness.run(harness.generator.score(tokens))
-        _assert_close(scores, harness.witness(tokens, harness.generator.version), self.tolerance)
+        assert_close(scores, harness.witness(tokens, harness.generator.version), self.tolerance)
 
     def test_logprobs_are_scaled_by_the_temperature(self, harness: GeneratorHarness) -> None:
         for temperature in (0.5, 1.7):
@@ -105,15 +80,15 @@ class GeneratorContract:
         prompt = (5,) * (harness.max_model_len - 2)
         completion = self._generate(harness, "bound", prompt=prompt, max_new_tokens=50)
         assert (len(completion.token_ids), completion.finish_reason) == (2, "length")
-        too_long = _request("too-long", (5,) * (harness.max_model_len + 1))
-        [error] = harness.run(_outcomes(harness.generator.generate(too_long)))
+        too_long = request("too-long", (5,) * (harness.max_model_len + 1))
+        [error] = harness.run(outcomes(harness.generator.generate(too_long)))
         assert isinstance(error, GeneratorError), error
 
     def test_concurrent_requests_do_not_disturb_each_other(self, harness: GeneratorHarness) -> None:
         prompts = [tuple(range(3, 5 + number % 9)) for number in range(24)]
 
         async def work() -> list[Completion]:
-            requests = [_request(f"many-{i}", prompt, max_new_tokens=4 + i) for i, prompt in enumerate(prompts)]
+            requests = [request(f"many-{i}", prompt, max_new_tokens=4 + i) for i, prompt in enumerate(prompts)]
             return await asyncio.gather(*(harness.generator.generate(request) for request in requests))
 
         for number, completion in enumerate(harness.run(work())):
@@ -123,7 +98,7 @@ class GeneratorContract:
     def test_a_pause_stops_sampling_until_resume(self, harness: GeneratorHarness) -> None:
         async def work() -> tuple[bool, Completion]:
             await harness.generator.pause("keep")
-            task = asyncio.create_task(harness.generator.generate(_request("held", (3, 4, 5))))
+            task = asyncio.create_task(harness.generator.generate(request("held", (3, 4, 5))))
             done, _ = await asyncio.wait([task], timeout=0.3)
             await harness.generator.resume()
             return bool(done), await task
@@ -134,9 +109,9 @@ class GeneratorContract:
 
     def test_an_abort_returns_what_was_sampled_so_far(self, harness: GeneratorHarness) -> None:
         async def work() -> Completion:
-            request = _request("abort", (3, 4, 5), max_new_tokens=harness.max_model_len - 3)
-            task = asyncio.create_task(harness.generator.generate(request))
-            await _until_running(harness, 1)
+            long = request("abort", (3, 4, 5), max_new_tokens=harness.max_model_len - 3)
+            task = asyncio.create_task(harness.generator.generate(long))
+            await until_running(harness.generator, 1)
             await harness.generator.pause("abort")
             completion = await task
             await harness.generator.resume()
@@ -145,6 +120,51 @@ class GeneratorContract:
         completion = harness.run(work())
         assert completion.finish_reason == "abort"
         self._assert_exact(harness, (3, 4, 5), completion)
+
+    def test_a_cancelled_request_leaves_the_others_alone(self, harness: GeneratorHarness) -> None:
+        async def work(delay_s: float) -> list[Any]:
+            requests = [request(f"cancel-{delay_s}-{i}", (3, 4, 5 + i)) for i in range(6)]
+            tasks = [asyncio.create_task(harness.generator.generate(one)) for one in requests]
+            await asyncio.sleep(delay_s)
+            tasks[0].cancel()
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        for delay_s in (0.0, 0.001, 0.004, 0.016):
+            for number, completion in enumerate(harness.run(work(delay_s))[1:], start=1):
+                self._assert_exact(harness, (3, 4, 5 + number), completion)
+
+    def test_a_paused_engine_does_not_wait_for_requests_that_cannot_end(self, harness: GeneratorHarness) -> None:
+        async def work() -> tuple[object, Completion]:
+            await harness.generator.pause("keep")
+            task = asyncio.create_task(harness.generator.generate(request("drain", (3, 4, 5))))
+            await until_running(harness.generator, 1)
+            [answer] = await asyncio.wait_for(outcomes(harness.generator.pause("wait")), 30.0)
+            await harness.generator.resume()
+            return answer, await task
+
+        answer, completion = harness.run(work())
+        assert isinstance(answer, GeneratorError | None)
+        self._assert_exact(harness, (3, 4, 5), completion)
+
+    def test_live_requests_end_when_a_refit_fails(self, harness: GeneratorHarness) -> None:
+        update = self._update(harness, harness.make_version(), bucket_bytes=10_000)
+
+        async def work() -> object:
+            live = request("broken", (3, 4, 5), max_new_tokens=harness.max_model_len - 3)
+            task = asyncio.create_task(harness.generator.generate(live))
+            await until_running(harness.generator, 1)
+            await harness.generator.pause("keep")
+            await self._both_fail(harness, update, is_corrupt=True)
+            [answer] = await asyncio.wait_for(outcomes(task), 30.0)
+            await self._refit(harness, update)
+            await harness.generator.resume()
+            return answer
+
+        answer = harness.run(work())
+        if isinstance(answer, Completion):
+            self._assert_exact(harness, (3, 4, 5), answer)
+        else:
+            assert isinstance(answer, GeneratorError), answer
 
     def test_a_refit_changes_the_version_and_what_is_sampled(self, harness: GeneratorHarness) -> None:
         tokens = tuple(range(3, 20))
@@ -155,7 +175,7 @@ class GeneratorContract:
             assert report.elements_per_layer == elements_per_layer(harness.manifest())
             assert report.num_tensors == len(harness.manifest())
             after = harness.run(harness.generator.score(tokens))
-            _assert_close(after, harness.witness(tokens, version), self.tolerance)
+            assert_close(after, harness.witness(tokens, version), self.tolerance)
             assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 0.01
         completion = self._generate(harness, "after")
         assert {span.policy_version for span in completion.version_spans} == {version}
@@ -166,9 +186,9 @@ class GeneratorContract:
         prompts = [tuple(range(3, 6 + number)) for number in range(8)]
 
         async def work(version: int) -> list[Completion]:
-            requests = [_request(f"fly-{version}-{i}", p, max_new_tokens=length) for i, p in enumerate(prompts)]
+            requests = [request(f"fly-{version}-{i}", p, max_new_tokens=length) for i, p in enumerate(prompts)]
             tasks = [asyncio.create_task(harness.generator.generate(request)) for request in requests]
-            await _until_running(harness, len(prompts))
+            await until_running(harness.generator, len(prompts))
             await self._refit(harness, self._update(harness, version))
             return await asyncio.gather(*tasks)
 
@@ -186,13 +206,13 @@ class GeneratorContract:
     def test_a_manifest_with_other_tensors_is_refused_and_changes_nothing(self, harness: GeneratorHarness) -> None:
         good, held, tokens = harness.manifest(), harness.generator.version, tuple(range(3, 20))
         extra = TensorSpec("extra.weight", "float32", (2,))
-        for manifest in (good[1:], (*good, extra), (good[0], _longer(good[1]), *good[2:])):
+        for manifest in (good[1:], (*good, extra), (good[0], longer(good[1]), *good[2:])):
             version = harness.make_version()
             failed = harness.run(self._both_fail(harness, self._update(harness, version, manifest=manifest)))
             assert all(isinstance(error, WeightMismatch) for error in failed), failed
             assert harness.generator.version == held
             scores = harness.run(harness.generator.score(tokens))
-            _assert_close(scores, harness.witness(tokens, held), self.tolerance)
+            assert_close(scores, harness.witness(tokens, held), self.tolerance)
 
     def test_corrupt_bytes_fence_the_engine_until_a_good_refit(self, harness: GeneratorHarness) -> None:
         held, version, tokens = harness.generator.version, harness.make_version(), tuple(range(3, 20))
@@ -203,20 +223,20 @@ class GeneratorContract:
         self._assert_fenced(harness)
         harness.run(self._refit(harness, update))
         scores = harness.run(harness.generator.score(tokens))
-        _assert_close(scores, harness.witness(tokens, version), self.tolerance)
+        assert_close(scores, harness.witness(tokens, version), self.tolerance)
 
     def test_a_sender_that_does_not_come_is_named_and_the_engine_stays_fenced(self, harness: GeneratorHarness) -> None:
         version, tokens = harness.make_version(), tuple(range(3, 20))
         update = self._update(harness, version)
 
-        [error] = harness.run(_outcomes(harness.generator.refit(replace(update, timeout_s=1.0))))
+        [error] = harness.run(outcomes(harness.generator.refit(replace(update, timeout_s=1.0))))
         assert isinstance(error, RefitTimeout)
         assert "rank 0" in str(error)
         self._assert_fenced(harness)
         harness.run(harness.reconnect())
         harness.run(self._refit(harness, update))
         scores = harness.run(harness.generator.score(tokens))
-        _assert_close(scores, harness.witness(tokens, version), self.tolerance)
+        assert_close(scores, harness.witness(tokens, version), self.tolerance)
 
     def test_health_tells_life_version_and_load(self, harness: GeneratorHarness) -> None:
         health = harness.run(harness.generator.health())
@@ -224,7 +244,7 @@ class GeneratorContract:
         assert (health.policy_version, health.num_running) == (harness.generator.version, 0)
 
     def _update(self, harness: GeneratorHarness, version: int, **changes: Any) -> RefitUpdate:
-        return replace(RefitUpdate(policy_version=version, manifest=harness.manifest(), timeout_s=_SETTLE_S), **changes)
+        return replace(RefitUpdate(policy_version=version, manifest=harness.manifest(), timeout_s=SETTLE_S), **changes)
 
     async def _refit(self, harness: GeneratorHarness, update: RefitUpdate) -> RefitReport:
         _, report = await asyncio.gather(harness.send(update), harness.generator.refit(update))
@@ -233,7 +253,7 @@ class GeneratorContract:
     async def _both_fail(
         self, harness: GeneratorHarness, update: RefitUpdate, *, is_corrupt: bool = False
     ) -> list[object]:
-        return await _outcomes(harness.send(update, is_corrupt=is_corrupt), harness.generator.refit(update))
+        return await outcomes(harness.send(update, is_corrupt=is_corrupt), harness.generator.refit(update))
 
     def _generate(
         self,
@@ -262,39 +282,10 @@ class GeneratorContract:
             end = span.end
             wanted = harness.witness((*prompt, *completion.token_ids), span.policy_version, temperature)
             part = slice(span.start, span.end)
-            _assert_close(completion.logprobs[part], wanted[len(prompt) - 1 :][part], self.tolerance)
+            assert_close(completion.logprobs[part], wanted[len(prompt) - 1 :][part], self.tolerance)
         assert end == len(completion.token_ids)
 
     def _assert_fenced(self, harness: GeneratorHarness) -> None:
         generator = harness.generator
-        work = generator.generate(_request("fenced", (3, 4))), generator.score((3, 4, 5)), generator.resume()
-        assert all(isinstance(answer, GeneratorError) for answer in harness.run(_outcomes(*work)))
-
-
-def _longer(spec: TensorSpec) -> TensorSpec:
-    """The same tensor, one element longer."""
-    return spec._replace(shape=(spec.shape[0] + 1, *spec.shape[1:]))
-
-
-def _request(request_id: str, prompt: tuple[int, ...], max_new_tokens: int = 16) -> GenerateRequest:
-    sampling = SamplingParams(max_new_tokens=max_new_tokens)
-    return GenerateRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling)
-
-
-async def _outcomes(*work: Coroutine[Any, Any, object]) -> list[object]:
-    """Results and exceptions, in order."""
-    return list(await asyncio.gather(*work, return_exceptions=True))
-
-
-async def _until_running(harness: GeneratorHarness, num_requests: int) -> None:
-    for _ in range(int(_SETTLE_S / 0.005)):
-        if (await harness.generator.health()).num_running >= num_requests:
-            break
-        await asyncio.sleep(0.005)
-    await asyncio.sleep(0.05)  # a few tokens
-
-
-def _assert_close(got: Sequence[float], wanted: Sequence[float], tolerance: float) -> None:
-    assert len(got) == len(wanted), f"{len(got)} logprobs, wanted {len(wanted)}"
-    worst = max((abs(a - b) for a, b in zip(got, wanted, strict=True)), default=0.0)
-    assert worst <= tolerance, f"logprobs differ by {worst:.3g} nats, allowed {tolerance:.3g}"
+        work = generator.generate(request("fenced", (3, 4))), generator.score((3, 4, 5)), generator.resume()
+        assert all(isinstance(answer, GeneratorError) for answer in harness.run(outcomes(*work)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -75,11 +76,15 @@ class BucketReceiver:
         self._group, self._board = None, None
 
     def prepare(self, update: RefitUpdate, held: Mapping[str, tuple[int, ...]]) -> None:
-        """Accept or refuse a manifest and tell the sender which; nothing has moved yet.
+        """Accept or refuse a manifest, tell the sender which, and wait until every rank accepted.
+
+        No byte has moved when this returns or raises: the engine may go on with what it holds.
 
         Raises:
             WeightMismatch: the manifest and ``held`` are not the same tensors.
-            RefitError: ``connect`` was not called.
+            RefitTimeout: the sender did not start before the deadline; the group is left.
+            RefitError: the sender called the update off, because another rank refused it (the group
+                serves the next update); the sender is gone, or ``connect`` was not called.
         """
         board = self._joined(update)
         self._deadline = Deadline(update.timeout_s)
@@ -88,9 +93,15 @@ class BucketReceiver:
         try:
             check_bijection(update.manifest, held, policy_version=update.policy_version)
         except WeightMismatch as error:
-            board.put(self._key("ready"), f"{NO} {plain_message(error)}")
+            self._tell(update, self._key("ready"), f"{NO} {plain_message(error)}")
             raise
-        board.put(self._key("ready"), f"{OK} {plan_id(update)}")
+        self._tell(update, self._key("ready"), f"{OK} {plan_id(update)}")
+        answer = board.await_key(f"{self._num_updates}/go", self._deadline)
+        if answer is None:
+            self.close()
+            raise self._late(update, "the sender did not start") if self._deadline.is_over else self._gone(update)
+        if answer != OK:
+            raise RefitError(f"the sender called the update off: {answer[3:]}", wanted_version=update.policy_version)
 
     def receive(self, update: RefitUpdate) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Yield the named tensors of each bucket after its digest was verified.
@@ -101,18 +112,13 @@ class BucketReceiver:
         Raises:
             WeightMismatch: a bucket's bytes do not have the digest sent behind them.
             RefitTimeout: rank 0 sent nothing before the deadline.
-            RefitError: the sender called the update off, because another rank refused it.
+            RefitError: the sender is gone.
         """
-        board = self._joined(update)
-        answer = board.await_key(f"{self._num_updates}/go", self._deadline)
-        if answer is None:
-            raise self._late(update, "the sender did not start")
-        if answer != OK:
-            raise RefitError(f"the sender called the update off: {answer[3:]}", wanted_version=update.policy_version)
+        self._joined(update)
         corrupt: list[int] = []
         for number, bucket in enumerate(plan_buckets(update.manifest, update.bucket_bytes)):
             buffer = self._take(update, bucket, number)
-            board.put(f"{self._num_updates}/bucket/{self.rank}", str(number + 1))
+            self._tell(update, f"{self._num_updates}/bucket/{self.rank}", str(number + 1))
             if not self._is_intact(buffer, bucket):
                 corrupt.append(number)
             if not corrupt:
@@ -123,10 +129,55 @@ class BucketReceiver:
                 wanted_version=update.policy_version,
             )
 
-    def report(self, error: RefitError | None) -> None:
-        """Tell the sender how the update ended on this rank."""
-        if self._board is not None:
-            self._board.put(self._key("done"), OK if error is None else f"{NO} {plain_message(error)}")
+    @contextmanager
+    def attesting(self, update: RefitUpdate) -> Iterator[None]:
+        """Tell the sender how the body ended: well only if it ended without any exception.
+
+        Raises:
+            RefitError: the weights could not be loaded, or the sender could not be told.
+        """
+        failure: RefitError | None = self.unfinished(update.policy_version)
+        try:
+            yield
+            failure = None
+        except RefitError as error:
+            failure = error
+            raise
+        except RuntimeError as error:
+            failure = self.not_loaded(error, update.policy_version)
+            raise failure from error
+        finally:
+            self.report(failure)
+
+    def report(self, failure: RefitError | None) -> None:
+        """Tell the sender how the update ended on this rank, and leave a group that is out of step.
+
+        Raises:
+            RefitError: the load went well and the sender is gone.
+        """
+        is_in_step = failure is None or isinstance(failure, WeightMismatch)
+        said = OK if failure is None else f"{NO} {plain_message(failure)}"
+        try:
+            if self._board is not None:
+                self._board.put(self._key("done"), said)
+        except RuntimeError as error:
+            is_in_step = False
+            if failure is None:
+                raise RefitError(
+                    f"rank {self.rank} could not attest the load, rank 0 is gone: {error}", wanted_version=-1
+                ) from error
+        finally:
+            if not is_in_step:
+                self.close()
+
+    def unfinished(self, version: int) -> RefitError:
+        """What an update ended with until it is known to have ended otherwise."""
+        return RefitError(f"rank {self.rank} stopped in the middle of the load", wanted_version=version)
+
+    def not_loaded(self, error: Exception, version: int) -> RefitError:
+        """The engine failed while it took verified bytes."""
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return RefitError(f"rank {self.rank} could not load the weights: {why}", wanted_version=version)
 
     def _take(self, update: RefitUpdate, bucket: Bucket, number: int) -> torch.Tensor:
         import torch
@@ -137,7 +188,6 @@ class BucketReceiver:
         try:
             broadcast(self._group, buffer, self._deadline.left_s)
         except RuntimeError as error:
-            self.close()
             raise self._late(update, f"bucket {number} did not arrive ({error})") from error
         self.seconds["receive"] += time.perf_counter() - started
         return buffer
@@ -153,6 +203,19 @@ class BucketReceiver:
             f"rank {self.rank} gave up on rank 0 (deadline {update.timeout_s} s): {what}",
             wanted_version=update.policy_version,
         )
+
+    def _gone(self, update: RefitUpdate) -> RefitError:
+        return RefitError(
+            f"rank {self.rank}: the sender (rank 0) is gone: open a new one and call connect_refit",
+            wanted_version=update.policy_version,
+        )
+
+    def _tell(self, update: RefitUpdate, key: str, value: str) -> None:
+        try:
+            self._joined(update).put(key, value)
+        except RuntimeError as error:
+            self.close()
+            raise self._gone(update) from error
 
     def _joined(self, update: RefitUpdate) -> Board:
         if self._board is None:

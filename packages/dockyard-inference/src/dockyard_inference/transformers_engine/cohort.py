@@ -26,6 +26,8 @@ class LiveSequence:
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    is_cancelled: bool = False
+    """Nobody waits for it any more; it leaves its cohort before the next step, never during one."""
 
     def append(self, token_id: int, logprob: float, policy_version: int) -> None:
         """Take one sampled token and decide whether it was the last."""
@@ -60,6 +62,13 @@ class Cohort:
         self._rows = list(sequences)
         self._cache: Any = None
         self._mask_BL: Any = None
+
+    def drop_cancelled(self) -> None:
+        """Finish what nobody waits for. Between two steps only: a row must have got a token."""
+        for sequence in self.sequences:
+            if sequence.is_cancelled:
+                sequence.finish_reason = "abort"
+        self.sequences = [sequence for sequence in self.sequences if sequence.finish_reason is None]
 
     def drop_cache(self) -> None:
         """Forget keys and values: the next step computes them again from the tokens."""

@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from dockyard_core.errors import EngineDead, GeneratorError, RefitError, WeightMismatch
+from dockyard_core.errors import EngineDead, GeneratorError
 from dockyard_core.generator import Completion, EngineHealth, GenerateRequest, PauseMode
 from dockyard_core.refit import RefitEndpoint, RefitReport, RefitUpdate
 from dockyard_inference.fence import Fence
-from dockyard_inference.refit.receiver import BucketReceiver, LoadCounter
+from dockyard_inference.refit.receiver import BucketReceiver
 from dockyard_inference.transformers_engine.cohort import Cohort, LiveSequence
 from dockyard_inference.transformers_engine.config import TransformersConfig
+from dockyard_inference.transformers_engine.model import load_buckets, score_tokens
 
 _T = TypeVar("_T")
 
@@ -88,7 +89,7 @@ class TransformersGenerator:
             return await future
         finally:
             self._results.pop(request.request_id, None)
-            sequence.finish_reason = sequence.finish_reason or "abort"
+            sequence.is_cancelled = True
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Logprobs at temperature 1 of tokens 1..T-1; T <= ``max_model_len``."""
@@ -98,11 +99,13 @@ class TransformersGenerator:
             raise GeneratorError(f"score takes at most {self.config.max_model_len} tokens, got {len(token_ids)}")
         async with self._between_tokens:
             self._fence.check()
-            return await self._compute(lambda: _score(self._model, token_ids))
+            return await self._compute(lambda: score_tokens(self._model, token_ids))
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling and drop cached keys and values."""
+        """Stop sampling and drop cached keys and values. Raises GeneratorError for ``wait`` while paused."""
         if mode == "wait" and self._results:
+            if not self._unpaused.is_set():
+                raise GeneratorError(f"a paused engine does not drain its {len(self._results)} requests: resume() it")
             await asyncio.wait(list(self._results.values()))
         self._unpaused.clear()
         async with self._between_tokens:
@@ -124,22 +127,29 @@ class TransformersGenerator:
     async def refit(self, update: RefitUpdate) -> RefitReport:
         """Take the announced weights in one transaction; see ``Generator.refit``.
 
-        A refused manifest changes nothing: the engine goes on with the version it holds. After any
-        later failure it is fenced until another refit succeeds.
+        A manifest that this or another engine refused changes nothing: the engine goes on with the
+        version it holds. After any later failure it is fenced until another refit succeeds, and its
+        live requests return with ``finish_reason="abort"``.
         """
         self._check_running()
-        receiver = self._joined()
-        async with self._fence.transaction(f"refit to policy version {update.policy_version}") as transaction:
-            started = time.perf_counter()
-            async with self._between_tokens:
+        receiver, started = self._joined(), time.perf_counter()
+        try:
+            async with (
+                self._fence.transaction(f"refit to policy version {update.policy_version}") as transaction,
+                self._between_tokens,
+            ):
                 await self._compute(lambda: receiver.prepare(update, self._held()))
                 transaction.begin()
                 paused = time.perf_counter()
-                counter = await self._compute(lambda: self._receive(update))
+                counter = await self._compute(lambda: load_buckets(self._model, receiver, update))
                 self._drop_caches()
                 self._version, self._incarnation = update.policy_version, update.incarnation
                 transaction.commit()
-            self._work.set()
+        finally:
+            if self._fence.reason:
+                async with self._between_tokens:
+                    self._abort_all()
+        self._work.set()
         total = time.perf_counter() - started
         return RefitReport(
             policy_version=update.policy_version,
@@ -173,7 +183,7 @@ class TransformersGenerator:
                     self._work.clear()
 
     async def _step(self, cohort: Cohort) -> None:
-        cohort.sequences = [sequence for sequence in cohort.sequences if sequence.finish_reason is None]
+        cohort.drop_cancelled()
         if cohort.sequences:
             version = self._version
             for sequence in await self._compute(lambda: cohort.step(version, self._rng)):
@@ -183,12 +193,14 @@ class TransformersGenerator:
 
     def _admit(self) -> None:
         num_free = self.config.max_num_seqs - sum(len(cohort.sequences) for cohort in self._cohorts)
-        ready = [sequence for sequence in self._waiting if sequence.finish_reason is None]
+        ready = [sequence for sequence in self._waiting if not sequence.is_cancelled]
         admitted, self._waiting = ready[:num_free], ready[max(0, num_free) :]
         if admitted:
             self._cohorts.append(Cohort(self._model, admitted))
 
     def _deliver(self, sequence: LiveSequence) -> None:
+        if sequence.is_cancelled:
+            return  # its id may be another request's by now
         future = self._results.get(sequence.request.request_id)
         if future is not None and not future.done():
             future.set_result(sequence.to_completion())
@@ -208,30 +220,6 @@ class TransformersGenerator:
     def _drop_caches(self) -> None:
         for cohort in self._cohorts:
             cohort.drop_cache()
-
-    def _receive(self, update: RefitUpdate) -> LoadCounter:
-        import torch
-
-        receiver, counter, parameters = self._joined(), LoadCounter(), dict(self._model.named_parameters())
-        is_in_step, failure = False, None
-        try:
-            with torch.no_grad():
-                for tensors in receiver.receive(update):
-                    started = time.perf_counter()
-                    for name, tensor in tensors:
-                        parameters[name].copy_(tensor)
-                    counter.add(tensors)
-                    receiver.seconds["load"] += time.perf_counter() - started
-            counter.check(update)
-            is_in_step = True
-        except RefitError as error:
-            failure, is_in_step = error, isinstance(error, WeightMismatch)
-            raise
-        finally:
-            receiver.report(failure)
-            if not is_in_step:
-                receiver.close()
-        return counter
 
     def _load(self) -> None:
         import torch
@@ -276,12 +264,3 @@ class TransformersGenerator:
 
     async def _compute(self, function: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
-
-
-def _score(model: Any, token_ids: Sequence[int]) -> tuple[float, ...]:
-    import torch
-
-    ids = torch.tensor([list(token_ids)], device=model.device)
-    with torch.no_grad():
-        logprobs = torch.log_softmax(model(input_ids=ids).logits[0, :-1].float(), dim=-1)
-    return tuple(logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist())

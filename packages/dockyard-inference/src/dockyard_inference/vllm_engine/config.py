@@ -38,6 +38,9 @@ class VllmConfig(BaseModel):
     num_threads: int = Field(default=1, ge=1)
     """OpenMP threads of the engine. On a CPU: 1 for a model of a few million parameters, up to the
     number of idle cores for larger ones; more threads than idle cores is slower by far."""
+    answer_timeout_s: float = Field(default=30.0, gt=0)
+    """How long the engine's process may take to answer a pause or a resume; a refit has this on top
+    of its own deadline, for processing what was loaded."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's ``AsyncEngineArgs``, by name."""
 

@@ -6,31 +6,27 @@ import asyncio
 import gc
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from dockyard_core.errors import EngineDead, GeneratorError, RefitError, RefitTimeout, WeightMismatch
-from dockyard_core.generator import Completion, EngineHealth, GenerateRequest, PauseMode, VersionSpan
+from dockyard_core.errors import EngineDead, GeneratorError, RefitTimeout, WeightMismatch
+from dockyard_core.generator import Completion, EngineHealth, GenerateRequest, PauseMode
 from dockyard_core.refit import RefitEndpoint, RefitReport, RefitUpdate
-from dockyard_inference.fence import Fence
+from dockyard_inference.fence import Fence, Transaction
 from dockyard_inference.vllm_engine.config import VllmConfig
-from dockyard_inference.vllm_engine.launch import start_engine, stop_engine
+from dockyard_inference.vllm_engine.errors import engine_errors, raise_failure
+from dockyard_inference.vllm_engine.launch import engine_pids, start_engine, stop_engine
+from dockyard_inference.vllm_engine.requests import rollout_params, score_params, to_completion
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from vllm.v1.engine.async_llm import AsyncLLM
 
-_ERRORS: dict[str, type[RefitError]] = {
-    "WeightMismatch": WeightMismatch,
-    "RefitTimeout": RefitTimeout,
-    "RefitError": RefitError,
-}
-
-_ANSWER_S = 30.0
-"""How long after a refit's own deadline the workers may take to say how it ended."""
+_SCORE_FIRST = -1
+"""Priority of ``score`` (rollouts have 0, lower goes first): a probe of a few tokens that a refit's
+caller waits for must not queue behind hundreds of rollouts."""
+_ABORT_S = 10.0
 
 
 class VllmGenerator:
@@ -44,6 +40,9 @@ class VllmGenerator:
         self._live: set[str] = set()
         self._num_scores = 0
         self._is_paused = False
+        self._is_loading = False
+        """vLLM's weight-update session is open, or was when it stopped answering."""
+        self._asked = ""
 
     @property
     def version(self) -> int:
@@ -70,8 +69,7 @@ class VllmGenerator:
         if self._engine is None:
             return
         self._fence.break_("the engine was shut down")
-        if self._live and not self._engine.errored:
-            await self._engine.abort(list(self._live))
+        await self._abort_live()
         await asyncio.to_thread(self._halt)
         gc.collect()  # vLLM's finalizer fails once the interpreter has begun to exit
 
@@ -87,101 +85,89 @@ class VllmGenerator:
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion."""
         from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        sampling = request.sampling
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            max_tokens=sampling.max_new_tokens,
-            stop_token_ids=list(sampling.stop_token_ids),
-            seed=sampling.seed,
-            ignore_eos=True,  # only the request's own stop tokens stop it
-            detokenize=False,
-            logprobs=0,
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-        )
         async with self._admitted(request.request_id):
             prompt = tokens_input(list(request.prompt_token_ids), cache_salt=self._salt())
-            output = (await self._run(prompt, params, request.request_id)).outputs[0]
-        flat = output.logprobs
-        logprobs = () if flat is None else tuple(flat.logprobs[start] for start in flat.start_indices)
-        spans = tuple(
-            VersionSpan(_version_of(span.version), span.start, span.end) for span in output.weight_versions or ()
-        )
-        return Completion(
-            token_ids=tuple(output.token_ids),
-            logprobs=logprobs,
-            version_spans=spans,
-            finish_reason=output.finish_reason,
-        )
+            output = await self._run(prompt, rollout_params(request.sampling), request.request_id)
+        return to_completion(output.outputs[0])
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Logprobs at temperature 1 of tokens 1..T-1; T < ``max_model_len``."""
+        """Logprobs at temperature 1 of tokens 1..T-1; T < ``max_model_len``. Goes before waiting rollouts."""
         from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         if len(token_ids) < 2:
             return ()
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=1,
-            ignore_eos=True,
-            detokenize=False,
-            prompt_logprobs=0,
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-        )
         self._num_scores += 1
         request_id = f"score-{self._num_scores}"
         async with self._admitted(request_id):
             prompt = tokens_input(list(token_ids), cache_salt=self._salt())
-            flat = (await self._run(prompt, params, request_id)).prompt_logprobs
+            flat = (await self._run(prompt, score_params(), request_id, _SCORE_FIRST)).prompt_logprobs
         if flat is None:
             raise GeneratorError(f"{request_id} was aborted")
         return tuple(flat.logprobs[start] for start in flat.start_indices[1:])
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling and drop cached keys and values."""
-        with _engine_errors():
-            await self._running().pause_generation(mode=mode, clear_cache=True)
+        """Stop sampling and drop cached keys and values.
+
+        ``wait`` lasts as long as the live requests; the other modes have ``answer_timeout_s``.
+
+        Raises:
+            GeneratorError: the engine's process does not answer, or ``wait`` while it is paused.
+        """
+        if mode == "wait" and self._is_paused and self._live:
+            raise GeneratorError(f"a paused engine does not drain its {len(self._live)} requests: resume() it")
+        with engine_errors():
+            async with self._answered("pause", None if mode == "wait" else self.config.answer_timeout_s):
+                await self._running().pause_generation(mode=mode, clear_cache=True)
         self._is_paused = True
 
     async def resume(self) -> None:
-        """Go on sampling. Raises GeneratorError while a failed refit fences the engine."""
+        """Go on sampling.
+
+        Raises:
+            GeneratorError: a failed refit fences the engine, or its process does not answer.
+        """
         self._fence.check()
-        with _engine_errors():
-            await self._running().resume_generation()
+        with engine_errors():
+            async with self._answered("resume", self.config.answer_timeout_s):
+                await self._running().resume_generation()
         self._is_paused = False
 
     async def connect_refit(self, endpoint: RefitEndpoint) -> None:
         """Join the sender's group with every worker; the sender's ``connect`` must run meanwhile."""
-        self._raise_failure(await self._rpc("dockyard_connect", asdict(endpoint)), -1)
+        async with self._on_time(endpoint.timeout_s, -1):
+            raise_failure(await self._rpc("dockyard_connect", asdict(endpoint)), -1, self._version)
 
     async def refit(self, update: RefitUpdate) -> RefitReport:
         """Take the announced weights in one transaction; see ``Generator.refit``.
 
-        A refused manifest changes nothing: the engine goes on with the version it holds. After any
-        later failure it is fenced until another refit succeeds.
+        A manifest that this or another engine refused changes nothing: the engine goes on with the
+        version it holds. After any later failure it is fenced until another refit succeeds, and its
+        live requests return with ``finish_reason="abort"``.
         """
+        what = f"refit to policy version {update.policy_version}"
+        try:
+            async with (
+                self._fence.transaction(what) as transaction,
+                self._on_time(update.timeout_s, update.policy_version),
+            ):
+                return await self._refit(update, transaction)
+        finally:
+            if self._fence.reason:
+                await self._abort_live()
+
+    async def _refit(self, update: RefitUpdate, transaction: Transaction) -> RefitReport:
+        started = time.perf_counter()
         info = asdict(update) | {"manifest": [list(spec) for spec in update.manifest]}
-        async with self._fence.transaction(f"refit to policy version {update.policy_version}") as transaction:
-            started = time.perf_counter()
-            self._raise_failure(await self._rpc("dockyard_prepare", info), update.policy_version)
-            transaction.begin()
-            try:
-                async with asyncio.timeout(update.timeout_s + _ANSWER_S):
-                    reports, seconds = await self._transfer(info, update)
-            except TimeoutError as error:
-                raise RefitTimeout(
-                    f"the engine's workers did not answer within {update.timeout_s + _ANSWER_S} s",
-                    wanted_version=update.policy_version,
-                    held_version=self._version,
-                ) from error
-            report = self._attested(reports, update)
-            transaction.commit()
+        if self._is_loading:  # before prepare, so that it reports to no update
+            self._is_loading, self._asked = False, "finish_weight_update"
+            with suppress(GeneratorError), engine_errors():
+                await self._running().finish_weight_update()
+        raise_failure(await self._rpc("dockyard_prepare", info), update.policy_version, self._version)
+        transaction.begin()
+        reports, seconds = await self._transfer(info, update)
+        report = self._attested(reports, update)
+        transaction.commit()
         seconds["total"] = time.perf_counter() - started
         return RefitReport(
             policy_version=update.policy_version,
@@ -203,16 +189,27 @@ class VllmGenerator:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         engine, marks = self._running(), [time.perf_counter()]
-        with _engine_errors():
+        with engine_errors():
+            self._asked = "pause"
             await engine.pause_generation(mode="keep", clear_cache=True)
             marks.append(time.perf_counter())
+            self._asked, self._is_loading = "update_weights", True
             await engine.start_weight_update()
-            await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+            try:
+                with engine_errors():
+                    await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+            except GeneratorError:
+                await engine.finish_weight_update()
+                self._is_loading = False
+                raise
+            self._asked = "finish_weight_update"
             await engine.finish_weight_update()
+            self._is_loading = False
             reports = await engine.collective_rpc("dockyard_report")
             marks.append(time.perf_counter())
-            self._raise_failure([report["failure"] for report in reports], update.policy_version)
+            raise_failure([report["failure"] for report in reports], update.policy_version, self._version)
             self._attested(reports, update)
+            self._asked = "resume"
             await engine.update_weight_version(self._label(update.incarnation, update.policy_version))
             self._version, self._incarnation = update.policy_version, update.incarnation
             marks.append(time.perf_counter())
@@ -233,9 +230,10 @@ class VllmGenerator:
                 )
         return dict(max(reports, key=lambda report: sum(report["seconds"].values())))
 
-    async def _run(self, prompt: Any, params: Any, request_id: str) -> Any:
-        with _engine_errors():
-            outputs = [output async for output in self._running().generate(prompt, params, request_id)]
+    async def _run(self, prompt: Any, params: Any, request_id: str, priority: int = 0) -> Any:
+        with engine_errors():
+            answer = self._running().generate(prompt, params, request_id, priority=priority)
+            outputs = [output async for output in answer]
         if not outputs:
             raise GeneratorError(f"{request_id} ended without an output")
         return outputs[-1]
@@ -251,15 +249,43 @@ class VllmGenerator:
         finally:
             self._live.discard(request_id)
 
-    async def _rpc(self, method: str, argument: dict[str, Any]) -> list[Any]:
-        with _engine_errors():
-            return list(await self._running().collective_rpc(method, args=(argument,)))
+    @asynccontextmanager
+    async def _answered(self, what: str, limit_s: float | None) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError as error:
+            raise GeneratorError(f"{self._name()} did not answer {what} within {limit_s} s") from error
 
-    def _raise_failure(self, failures: list[Any], version: int) -> None:
-        for failure in failures:
-            if failure is not None:
-                name, message = failure
-                raise _ERRORS[name](message, wanted_version=version, held_version=self._version)
+    @asynccontextmanager
+    async def _on_time(self, timeout_s: float, version: int) -> AsyncIterator[None]:
+        """RefitTimeout, naming the engine and the call, if the engine's process does not answer."""
+        limit_s = timeout_s + self.config.answer_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError as error:
+            raise RefitTimeout(
+                f"{self._name()} is late: no answer to {self._asked} within {limit_s} s",
+                wanted_version=version,
+                held_version=self._version,
+            ) from error
+
+    async def _abort_live(self) -> None:
+        """Return live requests partial; asks again, since one may still be on its way to the engine."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ABORT_S):
+                while self._live and self._engine is not None and not self._engine.errored:
+                    await self._engine.abort(list(self._live))
+                    await asyncio.sleep(0.01)
+
+    def _name(self) -> str:
+        return f"the engine {', '.join(f'process {pid}' for pid in engine_pids(self._running()))} ({self.config.model})"
+
+    async def _rpc(self, method: str, argument: dict[str, Any]) -> list[Any]:
+        self._asked = method
+        with engine_errors():
+            return list(await self._running().collective_rpc(method, args=(argument,)))
 
     def _running(self) -> AsyncLLM:
         if self._engine is None:
@@ -272,21 +298,3 @@ class VllmGenerator:
     @staticmethod
     def _label(incarnation: int, version: int) -> str:
         return f"{incarnation}.{version}"
-
-
-def _version_of(label: str) -> int:
-    return int(label.rpartition(".")[2])
-
-
-@contextmanager
-def _engine_errors() -> Iterator[None]:
-    """Turn vLLM's exceptions into ours."""
-    from vllm.exceptions import VLLMValidationError
-    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-    try:
-        yield
-    except EngineDeadError as error:
-        raise EngineDead("vLLM's engine process is gone: restart the engine") from error
-    except (EngineGenerateError, VLLMValidationError, ValueError) as error:
-        raise GeneratorError(f"vLLM refused: {error}") from error

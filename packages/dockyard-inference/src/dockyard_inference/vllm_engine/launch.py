@@ -44,16 +44,24 @@ def start_engine(config: VllmConfig) -> AsyncLLM:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**_engine_args(config)))
 
 
+def engine_pids(engine: AsyncLLM) -> list[int]:
+    """The processes of the engine's core."""
+    return [process.pid for process in _processes(engine)]
+
+
 def stop_engine(engine: AsyncLLM) -> None:
     """End the engine's processes; kills what has not ended after a few seconds."""
-    manager = engine.engine_core.resources.engine_manager
-    processes = list(getattr(manager, "processes", ()))
+    processes = _processes(engine)
     engine.shutdown(timeout=_STOP_S)
     for process in processes:
         process.join(_STOP_S)
         if process.is_alive():
             process.kill()
             process.join()
+
+
+def _processes(engine: AsyncLLM) -> list[Any]:
+    return list(getattr(engine.engine_core.resources.engine_manager, "processes", ()))
 
 
 @contextmanager
@@ -89,6 +97,7 @@ def _engine_args(config: VllmConfig) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # the checkpoint's sampling defaults must not bias the ratio
         "logprobs_mode": "processed_logprobs",
+        "scheduling_policy": "priority",  # lets score go first; equal priorities stay first come, first served
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "weight_transfer_config": WeightTransferConfig(backend="dockyard"),

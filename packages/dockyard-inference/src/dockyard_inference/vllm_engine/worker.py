@@ -25,6 +25,8 @@ from dockyard_inference.vllm_engine.owner import die_with
 
 BACKEND = "dockyard"
 OWNER_KEY = "dockyard_owner_pid"
+_LOAD_ERRORS = (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+"""What vLLM's model code raises for weights that it cannot take."""
 
 
 @dataclass
@@ -94,33 +96,34 @@ class DockyardWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Let the modules take new weights, layer by layer."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        self.failure, self.counter = None, LoadCounter()
+        self.failure, self.counter = self.receiver.unfinished(-1), LoadCounter()
         self._expected = set(dict(self.model.named_parameters()))
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Take, verify and load every bucket; a ``RefitError`` is kept for ``report``."""
-        update, is_in_step = update_info.to_update(), False
+        """Take, verify and load every bucket; a failure is kept for ``report``."""
+        update = update_info.to_update()
+        self.failure = self.receiver.unfinished(update.policy_version)
         try:
             self._load(update, self.receiver.receive(update))
-            is_in_step = True
+            self.failure = None
         except RefitError as error:
-            self.failure, is_in_step = error, isinstance(error, WeightMismatch)
-        finally:
-            if not is_in_step:
-                self.receiver.close()
+            self.failure = error
+        except _LOAD_ERRORS as error:
+            self.failure = self.receiver.not_loaded(error, update.policy_version)
 
     def finish_weight_update(self) -> None:
         """Process what was loaded; also after a failure, to leave whole modules behind."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
         started = time.perf_counter()
-        with torch.no_grad():
-            finalize_layerwise_reload(self.model, self.model_config)
-            if self._is_tied:
-                self._repack_tied_head()
-        self.receiver.seconds["load"] += time.perf_counter() - started
-        self.receiver.report(self.failure)
+        failure, self.failure = self.failure, self.failure or self.receiver.unfinished(-1)
+        try:
+            self._finalize()
+            self.failure = failure
+        except _LOAD_ERRORS as error:
+            self.failure = failure or self.receiver.not_loaded(error, -1)
+        finally:
+            self.receiver.seconds["load"] += time.perf_counter() - started
+            self._report()
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -139,6 +142,20 @@ class DockyardWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise WeightMismatch(
                 f"the engine's parameters {', '.join(missing[:4])} took nothing", wanted_version=update.policy_version
             )
+
+    def _finalize(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with torch.no_grad():
+            finalize_layerwise_reload(self.model, self.model_config)
+            if self._is_tied:
+                self._repack_tied_head()
+
+    def _report(self) -> None:
+        try:
+            self.receiver.report(self.failure)
+        except RefitError as error:
+            self.failure = error
 
     def _repack_tied_head(self) -> None:
         """On a CPU a linear layer computes with a packed copy of its weight.
