@@ -11,7 +11,7 @@ import pytest
 from dockyard_core import SandboxError, SandboxTimeout, SandboxUnavailable, Task, Verdict, VerdictStatus
 from dockyard_sandbox import SandboxClient
 from dockyard_sandbox.client import request_body
-from dockyard_sandbox.wire import TaskRequest
+from dockyard_sandbox.wire import MAX_PATCH_BYTES, TaskRequest
 
 TASK = Task(
     instance_id="x",
@@ -49,7 +49,7 @@ INFRA = httpx.Response(200, json=reply("infra_error", retryable=True))
 BUSY = httpx.Response(429, json={"error": {"field": "", "message": "full"}}, headers={"Retry-After": "0"})
 
 
-def ask(*answers: httpx.Response | Exception, **options: Any) -> tuple[Verdict, list[httpx.Request]]:
+def ask(*answers: httpx.Response | Exception, patch: str = "", **options: Any) -> tuple[Verdict, list[httpx.Request]]:
     """Judge against a server that gives ``answers`` in order, the last one for ever."""
     seen: list[httpx.Request] = []
 
@@ -63,7 +63,7 @@ def ask(*answers: httpx.Response | Exception, **options: Any) -> tuple[Verdict, 
     async def judge() -> Verdict:
         transport = httpx.MockTransport(handler)
         async with SandboxClient("http://sandbox", transport=transport, **options) as client:
-            return await client.judge(TASK, "", attempt_id="rollout-1/0")
+            return await client.judge(TASK, patch, attempt_id="rollout-1/0")
 
     return asyncio.run(judge()), seen
 
@@ -110,9 +110,16 @@ def test_a_malformed_task_is_an_error_that_names_the_field() -> None:
 
 
 def test_an_oversized_patch_is_the_policys_doing() -> None:
-    verdict, _ = ask(httpx.Response(413, json={"error": {"field": "model_patch", "message": "too large"}}))
+    too_large = httpx.Response(413, json={"error": {"field": "model_patch", "message": "too large"}})
+    verdict, _ = ask(too_large, patch="x" * (MAX_PATCH_BYTES + 1))
     assert verdict.status is VerdictStatus.POLICY_VIOLATION
     assert verdict.status.is_scorable
+
+
+@pytest.mark.parametrize("field", ["test_patch", ""])
+def test_anything_else_that_is_too_large_is_the_tasks_defect(field: str) -> None:
+    with pytest.raises(SandboxError, match="413"):
+        ask(httpx.Response(413, json={"error": {"field": field, "message": "too large"}}))
 
 
 def test_the_deadline_covers_the_retries() -> None:

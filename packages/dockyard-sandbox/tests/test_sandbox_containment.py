@@ -63,7 +63,7 @@ PROCESS = [
     Attack("closes stdout, with the fix", at_import("import os\n\nos.close(1)", FIX), (S.RESOLVED, S.INCOMPLETE)),
     Attack("closes the record pipe", at_import("import os\n\nos.close(3)", FIX), (S.INCOMPLETE,)),
     Attack(
-        "forged records, then exit",
+        "clumsily forged records, then exit",
         at_import(
             "import os\n\nfor n, id in enumerate(['tests/test_add.py::test_add', 'tests/test_ops.py::test_mul']):\n"
             "    for when in ('setup', 'call', 'teardown'):\n"
@@ -159,6 +159,28 @@ def test_output_and_disk_are_bounded(project: Any, judge: Any, body: Any) -> Non
     reply = judge.post(task).json()
     assert reply["status"] == "no_tests_ran"
     assert "File too large" in reply["log"] or "No space left" in reply["log"]
+
+
+def test_memory_is_bounded_for_all_processes_together(project: Any, judge: Any, body: Any) -> None:
+    limits = {"memory_mb": 256, "pids": 64}
+
+    def status(num_children: int, mib: int) -> str:
+        hoard = (
+            f"import os, time\n\nfor _ in range({num_children}):\n    if os.fork() == 0:\n"
+            f"        x = bytearray(b'x') * ({mib} << 20)\n        time.sleep(20)\n        os._exit(0)\n"
+            "time.sleep(1)"
+        )
+        task = {**body(project.task(), project.patch(at_import(hoard, FIX))), "limits": limits}
+        return str(judge.post(task).json()["status"])
+
+    assert status(4, 90) == "out_of_memory"
+    assert status(12, 1) == "resolved"  # what forks share is counted once
+
+
+@pytest.mark.parametrize("call", ["os.memfd_create('x')", "ctypes.CDLL(None).shmget(0, 4096, 0o1600) >= 0"])
+def test_memory_that_no_limit_counts_is_not_given(call: str, project: Any, judge: Any) -> None:
+    probe = f"import ctypes, os\ntry:\n    return {call}\nexcept OSError:\n    return False"
+    assert judge(project.task(), project.patch(conditional(probe))).status is S.UNRESOLVED
 
 
 def test_the_network_is_out_of_reach(project: Any, judge: Any) -> None:

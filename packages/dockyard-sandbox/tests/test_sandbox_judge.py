@@ -29,7 +29,7 @@ def stream(records: list[dict[str, Any]], *, numbered: bool = True) -> bytes:
 
 
 def read(records: list[dict[str, Any]]) -> Any:
-    return read_records(stream(records), trusted_files={"tests/t.py"})
+    return read_records(stream(records), xfail_files={"tests/t.py"})
 
 
 def test_an_honest_stream_has_no_contradiction() -> None:
@@ -51,6 +51,15 @@ def test_a_missing_end_is_seen() -> None:
         ([HONEST[0], phase("setup"), phase("call", "skipped"), *HONEST[3:]], "skipped_without_cause"),
         ([{**HONEST[0], "n": 7}, *HONEST[1:]], "record_sequence"),
         ([{**HONEST[0], "extra": 1}, *HONEST[1:]], "malformed_record"),
+        ([{}, *HONEST], "malformed_record"),
+        ([{**HONEST[0], "end": 0}, *HONEST[1:]], "malformed_record"),
+        ([HONEST[0], {"id": ID, "when": "setup"}, *HONEST[2:]], "malformed_record"),
+        ([*HONEST[:1], *HONEST], "collected_twice"),
+        ([*HONEST[1:4], HONEST[0], HONEST[4]], "run_before_collection"),
+        ([HONEST[0], *HONEST[3:0:-1], HONEST[4]], "phase_out_of_order"),
+        ([HONEST[0], phase("setup"), {**phase("call"), "id": "tests/t.py::b"}, *HONEST[3:]], "phase_out_of_order"),
+        ([{**HONEST[0], "origins": {"tests/t.py": "tests/t/__init__.py"}}, *HONEST[1:]], "test_module_from_elsewhere"),
+        ([*HONEST[:4], {"end": 0, "changed": ["m.f"]}], "changed:m.f"),
     ],
 )
 def test_what_an_honest_runner_cannot_say_is_found(records: list[dict[str, Any]], finding: str) -> None:
@@ -68,19 +77,30 @@ def test_what_an_honest_runner_cannot_say_is_found(records: list[dict[str, Any]]
         ([phase("setup"), phase("call")], TestStatus.ERROR),
         ([phase("setup"), phase("teardown")], TestStatus.ERROR),
         ([phase("setup"), phase("call", "skipped", raised="X", xfail=True), phase("teardown")], TestStatus.XFAILED),
+        ([phase("setup"), phase("call", "skipped", raised="X"), phase("call"), phase("teardown")], TestStatus.SKIPPED),
     ],
 )
 def test_phases_fold_into_the_worst(phases: list[dict[str, Any]], status: TestStatus) -> None:
-    assert read([{"collected": [ID]}, *phases, {"end": 1}]).tests == {ID: status}
+    assert read([{"collected": [ID], "marked": [ID]}, *phases, {"end": 1}]).tests == {ID: status}
 
 
 @pytest.mark.parametrize(
-    ("raised_in", "status"),
-    [("tests/t.py", TestStatus.XFAILED), ("src/m.py", TestStatus.SKIPPED), (None, TestStatus.XFAILED)],
+    ("collected", "imperative", "files", "status"),
+    [
+        ({"marked": [ID]}, False, {"tests/t.py"}, TestStatus.XFAILED),
+        ({"marked": [ID]}, True, {"tests/t.py"}, TestStatus.SKIPPED),
+        ({"marked": [ID]}, False, set(), TestStatus.SKIPPED),  # the mark is not written in the test's file
+        ({"expecting": [ID]}, True, {"tests/t.py"}, TestStatus.XFAILED),
+        ({"expecting": [ID]}, True, set(), TestStatus.SKIPPED),
+        ({}, False, {"tests/t.py"}, TestStatus.SKIPPED),
+    ],
 )
-def test_an_xfail_counts_only_where_tests_raise_it(raised_in: str | None, status: TestStatus) -> None:
-    call = phase("call", "skipped", raised="XFailed", xfail=True, raised_in=raised_in)
-    assert read([HONEST[0], phase("setup"), call, phase("teardown"), {"end": 0}]).tests == {ID: status}
+def test_only_a_written_mark_makes_an_expected_failure(
+    collected: dict[str, Any], imperative: bool, files: set[str], status: TestStatus
+) -> None:
+    call = phase("call", "skipped", raised="XFailed", xfail=True, imperative=imperative)
+    records = [{**HONEST[0], **collected}, phase("setup"), call, phase("teardown"), {"end": 0}]
+    assert read_records(stream(records), xfail_files=files).tests == {ID: status}
 
 
 BASE = {path: Entry("100644", "0") for path in ("pkg/__init__.py", "pkg/m.py", "code/tool.py", "pkg/tests/t.py")}
@@ -107,10 +127,29 @@ BASE = {path: Entry("100644", "0") for path in ("pkg/__init__.py", "pkg/m.py", "
         ("a.dist-info/RECORD", True, True),
         ("docs/testing.md", True, False),
         ("held_out.py", False, True),
+        ("held_out/__init__.py", True, True),
+        ("held_out/deep/x.py", True, True),
+        ("held_out.cpython-311-x86_64-linux-gnu.so", True, True),
+        ("pkg/test_in/__init__.py", True, True),
+        ("pkg/test_input.py", True, True),  # collected beside a deciding test
+        ("pkg/test_inputs/data.json", True, False),
+        ("__init__.py", True, True),
+        ("testsuite/helpers.py", False, True),
+        ("hypothesis/__init__.py", True, True),
+        ("pkg/hypothesis.py", True, False),
+        ("fmt/json.py", True, False),  # a package that the patch makes
+        ("fmt/hypothesis.py", True, False),
+        ("code/json.py", True, True),  # an old directory, whatever __init__.py the patch puts there
     ],
 )
 def test_the_control_plane_is_exactly_this(path: str, is_new: bool, protected: bool) -> None:
-    plane = control_plane(BASE, ["pkg/tests/t.py::a"], {"held_out.py": None})
+    plane = control_plane(
+        BASE,
+        ["pkg/tests/t.py::a", "pkg/test_in.py::a", "testsuite/test_x.py::a"],
+        {"held_out.py": None},
+        installed=frozenset({"hypothesis"}),
+        model_changes=dict.fromkeys(["fmt/__init__.py", "code/__init__.py"], Entry("100644", "1")),
+    )
     assert plane.protects(path, is_new=is_new) is protected
 
 
@@ -121,6 +160,13 @@ def test_only_the_pytest_tables_of_pyproject_count() -> None:
     assert pytest_tables_differ(before, None)
     assert pytest_tables_differ(before, b"not toml [")
     assert not pytest_tables_differ(None, b"[project]\n")
+
+
+@pytest.mark.parametrize(
+    "content", [b"tool = 1\n", b"a = " + b"[" * 3000 + b"]" * 3000, b"x = " + b"9" * 5000, b"x = 2020-99-99", b"\xff"]
+)
+def test_a_pyproject_that_cannot_be_read_is_a_difference(content: bytes) -> None:
+    assert pytest_tables_differ(b"[project]\n", content)
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])

@@ -44,6 +44,8 @@ BAD = {
     "test id without a file": ({"FAIL_TO_PASS": ["test_add"]}, (422, "FAIL_TO_PASS")),
     "test id outside the tree": ({"FAIL_TO_PASS": ["../x.py::test"]}, (422, "FAIL_TO_PASS")),
     "test id that is an option": ({"FAIL_TO_PASS": ["--co::x"]}, (422, "FAIL_TO_PASS")),
+    "test id that is not normal": ({"FAIL_TO_PASS": ["./tests/x.py::test"]}, (422, "FAIL_TO_PASS")),
+    "test id with an empty part": ({"FAIL_TO_PASS": ["tests//x.py::test"]}, (422, "FAIL_TO_PASS")),
     "list that is not JSON": ({"FAIL_TO_PASS": "__import__('os')"}, (422, "FAIL_TO_PASS")),
     "same id in both": ({"PASS_TO_PASS": ["tests/test_add.py::test_add"]}, (422, "")),
     "commit that is an option": ({"base_commit": "--upload-pack=x"}, (422, "base_commit")),
@@ -135,6 +137,15 @@ def test_a_registered_name_stands_for_its_source(project: Any, judge: Any, body:
     assert judge.post({"repos": {"calc/named": str(project.path)}}, path="/repos").status_code == 200
     assert judge.post(body(project.task(repo="calc/named"), project.gold())).json()["status"] == "resolved"
     assert refusal(judge.post({"repos": {"x": "nowhere/at/all"}}, path="/repos")) == (422, "repos")
+
+
+def test_a_name_registered_anew_means_the_new_source(
+    project: Any, new_project: Any, judge: Any, body: Any, tmp_path: Path
+) -> None:
+    other = new_project(tmp_path / "other", {"calc/ops.py": "def add(a, b):\n    return a + b\n"})
+    for source, status in ((project.path, "unresolved"), (other.path, "infra_error")):
+        assert judge.post({"repos": {"calc/moved": str(source)}}, path="/repos").status_code == 200
+        assert judge.post(body(project.task(repo="calc/moved"), "")).json()["status"] == status
 
 
 def test_a_full_queue_answers_429(project: Any, tmp_path: Path, body: Any) -> None:

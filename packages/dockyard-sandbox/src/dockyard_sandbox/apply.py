@@ -7,19 +7,24 @@ before it is inside the sandbox.
 from __future__ import annotations
 
 import shutil
+import subprocess
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dockyard_sandbox.gitcmd import Git, GitFailed
+from dockyard_sandbox.cancellation import Cancellation
+from dockyard_sandbox.gitcmd import Bounds, Git, GitFailed
 from dockyard_sandbox.trees import EXECUTABLE, BaseTree, Entry
 
 _REGULAR = ("100644", EXECUTABLE)
 _DELETED = "000000"
 # What git says when it refuses a path rather than a hunk.
 _PATH_REFUSALS = ("invalid path", "is beyond a symbolic link", "unable to add cache entry")
+_BOUNDS = Bounds(memory_mb=1024, cpu_s=20, file_mb=256)
+_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 3072  # what Linux file systems take, less the tree's own place
+MAX_CONTENT_BYTES = 64 * 1024 * 1024
 
 
 class PatchRejected(Exception):
@@ -51,26 +56,33 @@ class Applier:
         self._git = git
         self._scratch = scratch
 
-    def apply(self, base: BaseTree, patch: str) -> Delta:
+    def apply(self, base: BaseTree, patch: str, cancellation: Cancellation | None = None) -> Delta:
         """Apply ``patch`` to ``base``.
 
         A patch of white space only changes nothing. A missing last newline is added, since models
         and datasets drop it and nothing else can be meant.
 
         Raises:
-            PatchRejected: malformed, or does not apply.
-            PolicyViolation: it touches a symlink, a submodule, a ``.git*`` path or an odd mode.
+            PatchRejected: malformed, does not apply, or costs git more than a patch may.
+            PolicyViolation: it touches a symlink, a submodule, a ``.git*`` path or an odd mode, names a path
+                that no file system takes, or changes files of more than `MAX_CONTENT_BYTES` together.
         """
         if not patch.strip():
             return Delta(tree=base.tree, changes={}, contents=NO_CHANGE_CONTENTS)
         text = patch if patch.endswith("\n") else patch + "\n"
+        cancellation = cancellation or Cancellation()
         work = Path(tempfile.mkdtemp(prefix="apply-", dir=self._scratch))
         try:
-            return self._apply(base, text.encode(), work)
+            return self._apply(base, text.encode(), work, cancellation)
+        except (GitFailed, subprocess.TimeoutExpired) as error:
+            ended_by_signal = isinstance(error, subprocess.TimeoutExpired) or error.returncode < 0
+            if self._git.is_closed or cancellation.is_cancelled or not ended_by_signal:
+                raise
+            raise PatchRejected(f"the patch costs git more than a patch may: {error}") from error
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
-    def _apply(self, base: BaseTree, patch: bytes, work: Path) -> Delta:
+    def _apply(self, base: BaseTree, patch: bytes, work: Path, cancellation: Cancellation) -> Delta:
         objects = work / "objects"
         objects.mkdir()
         shutil.copyfile(base.index_path, work / "index")
@@ -79,29 +91,61 @@ class Applier:
             "GIT_OBJECT_DIRECTORY": str(objects),
             "GIT_ALTERNATE_OBJECT_DIRECTORIES": str(base.bare / "objects"),
         }
-        try:
-            self._git.run(
-                "apply", "--cached", "--whitespace=nowarn", "-", git_dir=base.bare, stdin=patch, extra_env=environment
+
+        def git(*arguments: str, stdin: bytes = b"") -> bytes:
+            return self._git.run(
+                *arguments,
+                git_dir=base.bare,
+                stdin=stdin,
+                extra_env=environment,
+                bounds=_BOUNDS,
+                cancellation=cancellation,
             )
+
+        try:
+            git("apply", "--cached", "--whitespace=nowarn", "-", stdin=patch)
         except GitFailed as error:
+            if error.returncode < 0:
+                raise
             if any(reason in error.stderr for reason in _PATH_REFUSALS):
                 raise PolicyViolation(str(error)) from error
             raise PatchRejected(str(error)) from error
-        tree = self._git.run("write-tree", git_dir=base.bare, extra_env=environment).decode().strip()
-        raw = self._git.run(
-            "diff-tree", "-r", "--raw", "-z", "--no-renames", base.tree, tree, git_dir=base.bare, extra_env=environment
-        )
-        changes = _read_raw_diff(raw)
-        blobs = {entry.blob for entry in changes.values() if entry is not None}
-        contents = {blob: self._content(base, objects, blob, environment) for blob in blobs}
-        return Delta(tree=tree, changes=changes, contents=contents)
+        try:
+            tree = git("write-tree").decode().strip()
+        except GitFailed as error:
+            if error.returncode < 0:
+                raise
+            raise PolicyViolation(f"the patch makes a path both a file and a directory: {error}") from error
+        changes = _read_raw_diff(git("diff-tree", "-r", "--raw", "-z", "--no-renames", base.tree, tree))
+        blobs = sorted({entry.blob for entry in changes.values() if entry is not None})
+        return Delta(tree=tree, changes=changes, contents=_contents(objects, blobs, git))
 
-    def _content(self, base: BaseTree, objects: Path, blob: str, environment: dict[str, str]) -> bytes:
-        """Read a blob; new ones are loose files of this attempt, which spares a process."""
-        loose = objects / blob[:2] / blob[2:]
-        if loose.exists():
-            return zlib.decompress(loose.read_bytes()).split(b"\0", 1)[1]
-        return self._git.run("cat-file", "blob", blob, git_dir=base.bare, extra_env=environment)
+
+def _contents(objects: Path, blobs: list[str], git: Callable[..., bytes]) -> dict[str, bytes]:
+    """Read blobs, after their sizes; new ones are loose files of this attempt, which spares a process."""
+    loose = {blob: path for blob in blobs if (path := objects / blob[:2] / blob[2:]).exists()}
+    packed = "".join(f"{blob}\n" for blob in blobs if blob not in loose).encode()
+    size = sum(_loose_size(path) for path in loose.values())
+    if packed:
+        lines = git("cat-file", "--batch-check=%(objectsize)", stdin=packed).split()
+        size += sum(int(line) for line in lines)
+    if size > MAX_CONTENT_BYTES:
+        raise PolicyViolation(f"the changed files must be at most {MAX_CONTENT_BYTES} bytes together, got {size}")
+    contents = {blob: zlib.decompress(path.read_bytes()).split(b"\0", 1)[1] for blob, path in loose.items()}
+    output = memoryview(git("cat-file", "--batch=%(objectname) %(objectsize)", stdin=packed)) if packed else b""
+    offset = 0
+    while offset < len(output):
+        header_end = offset + bytes(output[offset : offset + 256]).index(b"\n")
+        blob, length = bytes(output[offset:header_end]).decode().split(" ")
+        contents[blob] = bytes(output[header_end + 1 : header_end + 1 + int(length)])
+        offset = header_end + int(length) + 2
+    return contents
+
+
+def _loose_size(path: Path) -> int:
+    with path.open("rb") as file:
+        header = zlib.decompressobj().decompress(file.read(256), 64)
+    return int(header.split(b"\0", 1)[0].split(b" ")[1])
 
 
 def _read_raw_diff(raw: bytes) -> dict[str, Entry | None]:
@@ -113,6 +157,8 @@ def _read_raw_diff(raw: bytes) -> dict[str, Entry | None]:
             path = encoded.decode()
         except UnicodeDecodeError:
             raise PolicyViolation(f"a patch may change paths in UTF-8 only, got {encoded!r}") from None
+        if len(encoded) > _MAX_PATH_BYTES or max(map(len, encoded.split(b"/"))) > _MAX_NAME_BYTES:
+            raise PolicyViolation(f"a patch must not change a path that no file system takes: {path[:80]!r}…")
         for part in path.split("/"):
             if part.lower().startswith(".git"):
                 raise PolicyViolation(f"a patch must not change {path!r}: paths named .git* are refused")

@@ -10,7 +10,7 @@ import httpx
 from pydantic import ValidationError
 
 from dockyard_core import SandboxError, SandboxTimeout, SandboxUnavailable, Task, Verdict, VerdictStatus
-from dockyard_sandbox.wire import TaskResponse
+from dockyard_sandbox.wire import MAX_PATCH_BYTES, TaskResponse
 
 _FIRST_DELAY_S = 0.2
 _MAX_DELAY_S = 10.0
@@ -106,7 +106,7 @@ class SandboxClient:
                 last, verdict = _message(response), None
                 delay_s = max(delay_s, float(response.headers.get("Retry-After", "0")))
                 continue
-            reply = _read_reply(task, response)
+            reply = _read_reply(task, patch, response)
             if isinstance(reply, Verdict):
                 return reply
             verdict = to_verdict(reply)
@@ -154,8 +154,9 @@ def to_verdict(reply: TaskResponse) -> Verdict:
     )
 
 
-def _read_reply(task: Task, response: httpx.Response) -> TaskResponse | Verdict:
-    if response.status_code == 413:  # the patch is the only part that a policy can make too large
+def _read_reply(task: Task, patch: str, response: httpx.Response) -> TaskResponse | Verdict:
+    # the model's patch is the only part that a policy can make too large; the rest is the task's
+    if response.status_code == 413 and len(patch.encode(errors="replace")) > MAX_PATCH_BYTES:
         return Verdict(
             status=VerdictStatus.POLICY_VIOLATION,
             fail_to_pass=(0, len(task.fail_to_pass)),

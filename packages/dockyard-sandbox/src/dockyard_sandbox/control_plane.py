@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import PurePosixPath
 
 from dockyard_sandbox.trees import Entry
@@ -23,7 +24,7 @@ _PYTEST_STEMS = frozenset(
     {"pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments", "exceptiongroup", "tomli", "colorama"}
 )
 _INSTALLED_PART = re.compile(r"^__pycache__$|\.(egg-info|dist-info|egg-link|pth|pyc|pyo)$")
-_TEST_DIRECTORY = re.compile(r"^_*(unit|integration|functional)?_?test(s|ing)?_*$", re.IGNORECASE)
+_TEST_DIRECTORY = re.compile(r"^_*test|^_*(unit|integration|functional)_?tests?_*$", re.IGNORECASE)
 _TEST_FILE = re.compile(r"^test_.*\.py$|^.*_tests?\.py$|^tests?\.py$")
 
 
@@ -37,6 +38,10 @@ class ControlPlane:
     """Test directories, restored as a whole."""
     base: Mapping[str, Entry]
     base_directories: frozenset[str]
+    installed: frozenset[str] = frozenset()
+    """Top-level modules of the environment that runs the tests."""
+    new_packages: frozenset[str] = frozenset()
+    """Directories that the model's patch makes, with their own ``__init__.py``."""
 
     def protects(self, path: str, *, is_new: bool) -> bool:
         """Whether a change of ``path`` by the model's patch is undone."""
@@ -48,49 +53,90 @@ class ControlPlane:
             return True
         if any(path.startswith(f"{directory}/") for directory in self.directories):
             return True
-        if is_new and _TEST_FILE.match(name) and str(PurePosixPath(path).parent) in self._test_parents:
-            return True
-        return is_new and self._shadows(path)
+        return is_new and (self._displaces_a_test(path) or self._shadows(path))
 
-    @property
+    def _displaces_a_test(self, path: str) -> bool:
+        """Whether a new file stands beside, above or in place of a deciding test file.
+
+        ``d/test_x/__init__.py`` and ``d/test_x.so`` are imported rather than ``d/test_x.py``, and a
+        new ``__init__.py`` above a test changes the name under which it is imported.
+        """
+        name, parents = path.rsplit("/", 1)[-1], [str(parent) for parent in PurePosixPath(path).parents]
+        stem = path[: len(path) - len(name)] + name.split(".")[0]
+        if stem in self._test_stems or any(parent in self._test_stems for parent in parents):
+            return True
+        if name == "__init__.py" and parents[0] in self._test_ancestors:
+            return True
+        return _TEST_FILE.match(name) is not None and parents[0] in self._test_parents
+
+    @cached_property
     def _test_parents(self) -> set[str]:
         return {str(PurePosixPath(path).parent) for path in self.files}
+
+    @cached_property
+    def _test_ancestors(self) -> set[str]:
+        return {str(parent) for path in self.files for parent in PurePosixPath(path).parents}
+
+    @cached_property
+    def _test_stems(self) -> set[str]:
+        return {path.removesuffix(".py") for path in self.files if path.endswith(".py")}
 
     def _shadows(self, path: str) -> bool:
         """Whether a new file could be imported in place of the standard library or pytest.
 
         A module inside a package cannot (``pkg/json.py`` is ``pkg.json``); one in a directory
-        without ``__init__.py`` can, if that directory gets onto the import path.
+        without ``__init__.py`` in the base can, if that directory gets onto the import path.
         """
         parts = PurePosixPath(path).parts
         for depth, part in enumerate(parts):
             stem = part.split(".")[0]
             is_module = depth < len(parts) - 1 or part.endswith((".py", ".so"))
-            if is_module and (stem in sys.stdlib_module_names or stem in _PYTEST_STEMS):
-                package = "/".join([*parts[:depth], "__init__.py"])
+            if is_module and (stem in sys.stdlib_module_names or stem in _PYTEST_STEMS or stem in self.installed):
+                package = "/".join(parts[:depth])
                 already_there = "/".join(parts[: depth + 1]) in self.base_directories
-                if not already_there and (depth == 0 or package not in self.base):
+                in_package = f"{package}/__init__.py" in self.base or package in self.new_packages
+                if not already_there and (depth == 0 or not in_package):
                     return True
         return False
 
 
 def control_plane(
-    base: Mapping[str, Entry], deciding_ids: Iterable[str], test_changes: Mapping[str, Entry | None]
+    base: Mapping[str, Entry],
+    deciding_ids: Iterable[str],
+    test_changes: Mapping[str, Entry | None],
+    *,
+    resolve: Callable[[str], str] = str,
+    installed: frozenset[str] = frozenset(),
+    model_changes: Mapping[str, Entry | None] | None = None,
 ) -> ControlPlane:
-    """Return what is protected, given the deciding tests and what the test patch changes."""
-    files = {test.split("::", 1)[0] for test in deciding_ids} | set(test_changes)
-    directories = set()
+    """Return what is protected, given the deciding tests and what the test patch changes.
+
+    Args:
+        base: the base tree.
+        deciding_ids: node ids of the tests that decide.
+        test_changes: what the test patch changes.
+        resolve: follows the symlinks of the base tree.
+        installed: top-level modules of the environment.
+        model_changes: what the model's patch changes, to tell its new packages from new files in old directories.
+    """
+    named = {test.split("::", 1)[0] for test in deciding_ids} | set(test_changes)
+    files = named | {resolve(path) for path in named}
+    directories: set[str] = set()
     for path in files:
         parts = PurePosixPath(path).parts
         for depth, part in enumerate(parts[:-1]):
-            if _TEST_DIRECTORY.match(part):
-                directories.add("/".join(parts[: depth + 1]))
+            if _TEST_DIRECTORY.search(part):
+                directories.update((directory := "/".join(parts[: depth + 1]), resolve(directory)))
                 break
+    base_directories = frozenset(str(parent) for path in base for parent in PurePosixPath(path).parents)
+    added = {path.removesuffix("/__init__.py") for path in model_changes or () if path.endswith("/__init__.py")}
     return ControlPlane(
         files=frozenset(files),
-        directories=frozenset(directories),
+        directories=frozenset(directories - {".", ""}),
         base=base,
-        base_directories=frozenset(str(parent) for path in base for parent in PurePosixPath(path).parents),
+        base_directories=base_directories,
+        installed=installed,
+        new_packages=frozenset(added - base_directories),
     )
 
 
@@ -103,9 +149,10 @@ def _pytest_table(content: bytes | None) -> object:
     if content is None:
         return None
     try:
-        return tomllib.loads(content.decode()).get("tool", {}).get("pytest")
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError):
+        tool = tomllib.loads(content.decode()).get("tool", {})
+    except (ValueError, RecursionError):  # not UTF-8, not TOML, deeper or longer than Python reads
         return "unreadable"
+    return tool.get("pytest") if isinstance(tool, dict) else "unreadable"
 
 
 def restore(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import subprocess
 import time
 import uuid
@@ -19,16 +20,18 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from dockyard_core import Verdict, VerdictStatus
+from dockyard_sandbox.cancellation import Cancellation
 from dockyard_sandbox.gitcmd import GitFailed
-from dockyard_sandbox.jailer import Cancellation, Jailer
+from dockyard_sandbox.jailer import Jailer
 from dockyard_sandbox.judge import early_verdict, judge
 from dockyard_sandbox.prepare import Prepared, Preparer
 from dockyard_sandbox.records import read_records
-from dockyard_sandbox.repos import FetchFailed, MissingCommit, RepoStore
+from dockyard_sandbox.repos import FetchFailed, MissingCommit, RepoStore, UnknownRepo
 from dockyard_sandbox.sharing import BoundedCache, SharedCalls
 from dockyard_sandbox.wire import Count, TaskRequest, TaskResponse
 
 T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
 _CACHE_CAPACITY = 4096
 # Verdicts that another run of the same tree could change, through no fault of the tree.
 _NOT_CACHED = frozenset({VerdictStatus.INFRA_ERROR, VerdictStatus.TIMEOUT, VerdictStatus.INCOMPLETE})
@@ -72,8 +75,8 @@ class Executor:
     async def submit(self, request: TaskRequest) -> TaskResponse:
         """Return the verdict on one request. Raises UnknownRepo, QueueFull."""
         began = time.monotonic()
-        self.repos.resolve(request.repo)
-        key = (request.spec_hash(), hashlib.sha256(request.model_patch.encode()).digest())
+        source = self.repos.resolve(request.repo)  # a name may be registered anew
+        key = (source, request.spec_hash(), hashlib.sha256(request.model_patch.encode()).digest())
         known = self._text_cache.get(key)
         if known is not None:
             return _respond(Outcome(verdict=replace(known, cached=True)), began)
@@ -97,13 +100,19 @@ class Executor:
             return await self._prepare_and_run(request, began)
         except MissingCommit as error:
             return Outcome(verdict=self._infra(request, str(error)))
+        except UnknownRepo:
+            raise
         except (FetchFailed, GitFailed, OSError, subprocess.TimeoutExpired) as error:
             return Outcome(verdict=self._infra(request, f"{type(error).__name__}: {error}"), is_retryable=True)
+        except Exception as error:  # noqa: BLE001  the boundary: a defect of ours is never a score, nor a 500
+            _LOG.exception("judging %r failed", request.instance_id)
+            return Outcome(verdict=self._infra(request, f"{type(error).__name__}: {str(error)[:500]}"))
 
     async def _prepare_and_run(self, request: TaskRequest, began: float) -> Outcome:
         async with self._slots:
             queued = time.monotonic()
-            prepared = await self._in_thread(lambda: self._preparer.prepare(request), Cancellation())
+            cancellation = Cancellation()
+            prepared = await self._in_thread(lambda: self._preparer.prepare(request, cancellation), cancellation)
         timings = {"queue": queued - began, "apply": time.monotonic() - queued}
         if isinstance(prepared, Verdict):
             return Outcome(verdict=replace(prepared, duration_s=timings))
@@ -131,7 +140,7 @@ class Executor:
         return judge(
             request,
             run,
-            read_records(run.records, trusted_files=prepared.trusted_files),
+            read_records(run.records, xfail_files=prepared.xfail_files),
             isolation=self.isolation,
             flags=prepared.flags,
             tree_key=prepared.tree_key,

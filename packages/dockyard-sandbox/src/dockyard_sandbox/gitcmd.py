@@ -6,12 +6,18 @@ git reads no configuration, hook, attribute or credential of the machine: only t
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import resource
 import signal
 import subprocess
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+
+from dockyard_sandbox.cancellation import Cancellation
 
 _CONFIG = """\
 [safe]
@@ -22,6 +28,8 @@ _CONFIG = """\
 	autocrlf = false
 	attributesFile = /dev/null
 	logAllRefUpdates = false
+	packedGitWindowSize = 32m
+	packedGitLimit = 256m
 [gc]
 	auto = 0
 [maintenance]
@@ -45,6 +53,15 @@ class GitFailed(Exception):
         self.stderr = stderr
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What one call on untrusted input may use. Passing one ends it with an error or a signal."""
+
+    memory_mb: int
+    cpu_s: int
+    file_mb: int
+
+
 class Git:
     """Runs git with one configuration file, and can end every call in flight."""
 
@@ -54,6 +71,11 @@ class Git:
         self._active: set[subprocess.Popen[bytes]] = set()
         self._closed = False
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether calls end because the executor does."""
+        return self._closed
+
     def run(
         self,
         *arguments: str,
@@ -61,11 +83,13 @@ class Git:
         stdin: bytes = b"",
         extra_env: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
+        bounds: Bounds | None = None,
+        cancellation: Cancellation | None = None,
     ) -> bytes:
         """Return what git wrote on standard output.
 
         Raises:
-            GitFailed: it exited with an error.
+            GitFailed: it exited with an error, or a signal ended it: ``bounds``, a cancellation, `close`.
             subprocess.TimeoutExpired: it did not end within ``timeout_s``; it was killed.
         """
         environment = {
@@ -84,8 +108,14 @@ class Git:
             environment["GIT_DIR"] = str(git_dir)
         process = self._start(arguments, environment)
         try:
+            if cancellation is not None:
+                cancellation.stop_with(lambda: _kill(process))
+            if bounds is not None:
+                _bound(process, bounds)  # before it has read a byte of its input
             output, errors = process.communicate(stdin, timeout=timeout_s)
         finally:
+            if cancellation is not None:
+                cancellation.stop_with(None)
             self._end(process)
         if process.returncode != 0:
             raise GitFailed(arguments[0], process.returncode, errors.decode(errors="replace"))
@@ -110,6 +140,7 @@ class Git:
                 env=environment,
                 cwd="/",
                 start_new_session=True,  # a fetch has children: they end as one group
+                preexec_fn=_die_with_parent,
             )
             self._active.add(process)
         return process
@@ -122,7 +153,28 @@ class Git:
             process.communicate()
 
 
+def _bound(process: subprocess.Popen[bytes], bounds: Bounds) -> None:
+    mib = 1024 * 1024
+    for kind, value in (
+        (resource.RLIMIT_AS, bounds.memory_mb * mib),
+        (resource.RLIMIT_CPU, bounds.cpu_s),
+        (resource.RLIMIT_FSIZE, bounds.file_mb * mib),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            resource.prlimit(process.pid, kind, (value, value))
+
+
+_prctl = ctypes.CDLL(None).prctl  # looked up here: nothing may be loaded between fork and exec
+
+
+def _die_with_parent() -> None:
+    _prctl(1, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
 def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.returncode is not None:
+        return  # reaped: the id may be another's by now
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

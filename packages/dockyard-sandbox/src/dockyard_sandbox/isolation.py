@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import sysconfig
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,6 +56,8 @@ class Environment:
     binds: tuple[str, ...]
     import_paths: tuple[str, ...]
     """Where pytest lies, if the interpreter does not find it by itself."""
+    modules: frozenset[str] = frozenset()
+    """Top-level modules installed beside the interpreter: a tree must not shadow them anew."""
 
 
 def own_environment() -> Environment:
@@ -70,4 +73,14 @@ def own_environment() -> Environment:
         python=sys.executable,
         binds=tuple(outer),
         import_paths=() if site.startswith(f"{sys.prefix}/") else (site,),
+        modules=_modules_in({site, *(sysconfig.get_path(name) for name in ("purelib", "platlib"))}),
     )
+
+
+def _modules_in(directories: set[str]) -> frozenset[str]:
+    stems = set()
+    for directory in directories:
+        for path in Path(directory).glob("*"):
+            if path.suffix in (".py", ".so") or path.is_dir():
+                stems.add(path.name.split(".")[0] if path.is_file() else path.name)
+    return frozenset(stem for stem in stems if stem.isidentifier() and stem != "__pycache__")

@@ -15,11 +15,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dockyard_sandbox.cancellation import Cancellation
 from dockyard_sandbox.isolation import Environment, Isolation
 from dockyard_sandbox.judge import RunResult
 from dockyard_sandbox.wire import Limits
@@ -44,44 +46,12 @@ class Workload:
     limits: Limits
 
 
-class Cancellation:
-    """Lets another thread stop a run; safe to call at any time, and more than once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._control: int | None = None
-        self.is_cancelled = False
-
-    def cancel(self) -> None:
-        """Stop the run, now or as soon as it starts."""
-        with self._lock:
-            self.is_cancelled = True
-            self._close()
-
-    def attach(self, control: int) -> None:
-        """Own the write end of a run's control pipe."""
-        with self._lock:
-            self._control = control
-            if self.is_cancelled:
-                self._close()
-
-    def release(self) -> None:
-        """Close the control pipe of a finished run."""
-        with self._lock:
-            self._close()
-
-    def _close(self) -> None:
-        if self._control is not None:
-            os.close(self._control)
-            self._control = None
-
-
 class Jailer:
     """Owns the launcher process and the compiled runner."""
 
     def __init__(self, scratch: Path, environment: Environment, isolation: Isolation) -> None:
         self.isolation = isolation
-        self._environment = environment
+        self.environment = environment
         self._mount_point = scratch / "mnt"
         self._mount_point.mkdir(mode=0o755, exist_ok=True)
         self._runner = scratch / "runner" / "runner.pyc"
@@ -98,7 +68,7 @@ class Jailer:
         record_read, record_write = os.pipe()
         result_read, result_write = os.pipe()
         control_read, control_write = os.pipe()
-        job = os.memfd_create("job")
+        job = self._job_file()
         theirs = [job, output_write, record_write, result_write, control_read]
         ours = [output_read, record_read, result_read]
         cancellation.attach(control_write)
@@ -120,9 +90,16 @@ class Jailer:
         with self._lock:
             self._stop_launcher()
 
+    def _job_file(self) -> int:
+        try:
+            return os.memfd_create("job")
+        except PermissionError:  # a server inside a sandbox like ours
+            with tempfile.TemporaryFile(dir=self._mount_point.parent) as file:
+                return os.dup(file.fileno())
+
     def _write_job(self, fd: int, work: Workload) -> None:
         runner = str(self._runner) if self.isolation.level == "unsafe" else f"{_RUNNER_DIRECTORY}/{self._runner.name}"
-        runner_configuration = {"arguments": work.pytest_arguments, "import_paths": self._environment.import_paths}
+        runner_configuration = {"arguments": work.pytest_arguments, "import_paths": self.environment.import_paths}
         message = {
             "level": self.isolation.level,
             "tree": self.isolation.tree,
@@ -131,7 +108,7 @@ class Jailer:
             "bwrap": self.isolation.bwrap,
             "mount_point": str(self._mount_point),
             "binds": [
-                *((path, path) for path in self._environment.binds),
+                *((path, path) for path in self.environment.binds),
                 (str(self._runner.parent), _RUNNER_DIRECTORY),
             ],
             "lower": str(work.lower),
@@ -139,7 +116,7 @@ class Jailer:
             "deleted": work.deleted,
             "readonly": work.readonly,
             "argv": [
-                *(self._environment.python, "-P", "-s", "-B", runner),
+                *(self.environment.python, "-P", "-s", "-B", runner),
                 json.dumps(runner_configuration),
             ],
             "env": run_environment(),

@@ -21,7 +21,7 @@ class RunResult:
     """What the jail says about one run."""
 
     end: str
-    """exited, deadline, cancelled, output_limit or setup_failed."""
+    """exited, deadline, memory, cancelled, output_limit or setup_failed."""
     exit_code: int | None
     """Exit code of the test process, negative for a signal; None when it did not end by itself."""
     output: bytes
@@ -109,6 +109,8 @@ def _status(run: RunResult, stream: RecordStream, all_good: bool) -> tuple[Verdi
 def _status_of_end(run: RunResult) -> tuple[VerdictStatus, str] | None:
     if run.end == "deadline":
         return VerdictStatus.TIMEOUT, f"the tests were still running after {run.test_s:.1f} s"
+    if run.end == "memory":
+        return VerdictStatus.OUT_OF_MEMORY, "the processes of the run held more than limits.memory_mb together"
     if run.end == "output_limit":
         return VerdictStatus.OUTPUT_LIMIT, "the tests wrote more than limits.output_kb allows"
     if run.end != "exited":

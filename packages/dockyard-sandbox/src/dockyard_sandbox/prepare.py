@@ -11,7 +11,8 @@ from pathlib import PurePosixPath
 
 from dockyard_core import Verdict, VerdictStatus
 from dockyard_sandbox.apply import Applier, Delta, PatchRejected, PolicyViolation
-from dockyard_sandbox.control_plane import CONFIG_NAMES, control_plane, restore
+from dockyard_sandbox.cancellation import Cancellation
+from dockyard_sandbox.control_plane import CONFIG_NAMES, ControlPlane, control_plane, restore
 from dockyard_sandbox.gitcmd import Git
 from dockyard_sandbox.jailer import Workload
 from dockyard_sandbox.judge import early_verdict
@@ -20,6 +21,9 @@ from dockyard_sandbox.trees import EXECUTABLE, SYMLINK, BaseTree, Entry, TreeSto
 from dockyard_sandbox.wire import TaskRequest
 
 _MAX_TEST_PATCHES = 1024
+_MAX_BOUND_FILES = 2000
+_NO_ENTRY = Entry("", "")
+_EXPECTED_FAILURE = (b"xfail", b"expectedFailure")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +31,8 @@ class Prepared:
     """A workload and what its judge must know."""
 
     workload: Workload
-    trusted_files: frozenset[str]
+    xfail_files: frozenset[str]
+    """Deciding test files in which an expected failure is written."""
     flags: tuple[str, ...]
     tree_key: str
     """Names the patched tree: the base tree's id and every changed path with its blob."""
@@ -36,17 +41,27 @@ class Prepared:
 class Preparer:
     """The trusted side of a run, up to the sandbox."""
 
-    def __init__(self, git: Git, repos: RepoStore, trees: TreeStore, applier: Applier, isolation: str) -> None:
+    def __init__(
+        self,
+        git: Git,
+        repos: RepoStore,
+        trees: TreeStore,
+        applier: Applier,
+        isolation: str,
+        *,
+        installed: frozenset[str] = frozenset(),
+    ) -> None:
         self._git = git
         self._repos = repos
         self._trees = trees
         self._applier = applier
         self._isolation = isolation
+        self._installed = installed
         self._lock = threading.Lock()
         self._test_deltas: OrderedDict[tuple[str, str], Delta] = OrderedDict()
 
-    def prepare(self, request: TaskRequest) -> Prepared | Verdict:
-        """Return the workload, or the verdict where no test needs to run.
+    def prepare(self, request: TaskRequest, cancellation: Cancellation | None = None) -> Prepared | Verdict:
+        """Return the workload, or the verdict where no test needs to run; ``cancellation`` ends the apply.
 
         Raises: UnknownRepo, MissingCommit, FetchFailed, GitFailed, OSError.
         """
@@ -57,7 +72,7 @@ class Preparer:
         except (PatchRejected, PolicyViolation) as error:
             return self._early(request, VerdictStatus.TEST_PATCH_FAILED, f"test_patch: {error}")
         try:
-            model_delta = self._applier.apply(base, request.model_patch)
+            model_delta = self._applier.apply(base, request.model_patch, cancellation)
         except PatchRejected as error:
             return self._early(request, VerdictStatus.APPLY_FAILED, str(error))
         except PolicyViolation as error:
@@ -69,7 +84,14 @@ class Preparer:
         self._git.close()
 
     def _combine(self, request: TaskRequest, base: BaseTree, model: Delta, tests: Delta) -> Prepared | Verdict:
-        plane = control_plane(base.entries, request.deciding_ids, tests.changes)
+        plane = control_plane(
+            base.entries,
+            request.deciding_ids,
+            tests.changes,
+            resolve=base.resolve,
+            installed=self._installed,
+            model_changes=model.changes,
+        )
         kept, undone = restore(
             plane,
             model.changes,
@@ -78,33 +100,33 @@ class Preparer:
         )
         changes = {**kept, **tests.changes}
         flags = tuple(f"restored:{path}" for path in undone)
+        contents = {**model.contents, **tests.contents}
         final = {path for path in base.entries if changes.get(path, base) is not None}
         final |= {path for path, entry in changes.items() if entry is not None}
-        clash = _file_and_directory(changes, final)
-        if clash is not None:
-            detail = f"the patch makes {clash!r} both a file and a directory"
-            return self._early(request, VerdictStatus.POLICY_VIOLATION, detail, flags)
-        arguments = _pytest_arguments(request, final)
+        violation = _violation(request, changes, final, contents)
+        if violation is not None:
+            return self._early(request, VerdictStatus.POLICY_VIOLATION, violation, flags)
+        arguments = _pytest_arguments(request, base, final)
         if not arguments:
             return self._early(request, VerdictStatus.NO_TESTS_RAN, "no file of a deciding test exists", flags)
-        contents = {**model.contents, **tests.contents}
-        configuration = {path for path in final if path.rsplit("/", 1)[-1] in CONFIG_NAMES}
-        protected = (plane.files | configuration) & final
-        workload = Workload(
-            lower=base.directory,
-            files={
-                path: (entry.mode == EXECUTABLE, contents[entry.blob])
-                for path, entry in changes.items()
-                if entry is not None
-            },
-            deleted=[path for path, entry in changes.items() if entry is None],
-            readonly=sorted(protected - _symlinks(base.entries, protected)),
-            pytest_arguments=arguments,
-            timeout_s=request.timeout_s,
-            limits=request.limits,
+        return Prepared(
+            workload=Workload(
+                lower=base.directory,
+                files={
+                    path: (entry.mode == EXECUTABLE, contents[entry.blob])
+                    for path, entry in changes.items()
+                    if entry is not None
+                },
+                deleted=[path for path, entry in changes.items() if entry is None],
+                readonly=_readonly(plane, base, final),
+                pytest_arguments=arguments,
+                timeout_s=request.timeout_s,
+                limits=request.limits,
+            ),
+            xfail_files=_xfail_files(request, base, changes, contents, final),
+            flags=flags,
+            tree_key=_tree_key(base, changes),
         )
-        trusted = plane.files | configuration
-        return Prepared(workload=workload, trusted_files=trusted, flags=flags, tree_key=_tree_key(base, changes))
 
     def _early(self, request: TaskRequest, status: VerdictStatus, detail: str, flags: tuple[str, ...] = ()) -> Verdict:
         return early_verdict(request, status, detail, isolation=self._isolation, flags=flags)
@@ -125,10 +147,10 @@ class Preparer:
         return delta
 
 
-def _pytest_arguments(request: TaskRequest, final: set[str]) -> list[str]:
+def _pytest_arguments(request: TaskRequest, base: BaseTree, final: set[str]) -> list[str]:
     """pytest on the files of the deciding tests, in the order of the ids; [] = none of them exists."""
     files = dict.fromkeys(test.split("::", 1)[0] for test in request.deciding_ids)
-    present = [path for path in files if path in final]
+    present = [path for path in files if path in final or base.resolve(path) in final]
     if not present:
         return []
     if request.test_command is not None:
@@ -144,16 +166,55 @@ def _tree_key(base: BaseTree, changes: Mapping[str, Entry | None]) -> str:
     return digest.hexdigest()
 
 
-def _file_and_directory(changes: Mapping[str, Entry | None], final: set[str]) -> str | None:
-    """A path that is a file and has files below it. git forbids it; restoring may create it."""
+def _violation(
+    request: TaskRequest, changes: Mapping[str, Entry | None], final: set[str], contents: Mapping[str, bytes]
+) -> str | None:
+    """What about the combined tree no run could be given, in a sentence. Restoring may cause it, too."""
+    directories = {str(parent) for path in final for parent in PurePosixPath(path).parents}
+    size = 0
     for path, entry in changes.items():
         if entry is not None:
-            for parent in PurePosixPath(path).parents:
-                if str(parent) in final:
-                    return str(parent)
+            size += len(contents[entry.blob])
+            clashes = (
+                [path] if path in directories else [str(p) for p in PurePosixPath(path).parents if str(p) in final]
+            )
+            if clashes:
+                return f"the patch makes {clashes[0]!r} both a file and a directory"
+    if size > request.limits.disk_mb * 1024 * 1024:
+        return f"the changed files must fit into limits.disk_mb={request.limits.disk_mb}, got {size} bytes"
     return None
 
 
-def _symlinks(entries: Mapping[str, Entry], paths: set[str] | frozenset[str]) -> set[str]:
-    """Paths that are symlinks themselves; their targets lie elsewhere in the tree."""
-    return {path for path in paths if path in entries and entries[path].mode == SYMLINK}
+def _readonly(plane: ControlPlane, base: BaseTree, final: set[str]) -> list[str]:
+    """Files that even running code must not change: what decides, and all of the test directories."""
+    below = tuple(f"{directory}/" for directory in plane.directories)
+    protected = {path for path in final if path in plane.files or path.rsplit("/", 1)[-1] in CONFIG_NAMES}
+    beside = sorted(path for path in final - protected if path.startswith(below))
+    if len(beside) > _MAX_BOUND_FILES:  # every bind is a mount of its own: code before data
+        beside = sorted(beside, key=lambda path: not path.endswith(".py"))[:_MAX_BOUND_FILES]
+    # a symlink cannot be bound; its target lies elsewhere in the tree
+    return sorted(path for path in {*protected, *beside} if base.entries.get(path, _NO_ENTRY).mode != SYMLINK)
+
+
+def _xfail_files(
+    request: TaskRequest,
+    base: BaseTree,
+    changes: Mapping[str, Entry | None],
+    contents: Mapping[str, bytes],
+    final: set[str],
+) -> frozenset[str]:
+    """Deciding test files that speak of expected failures: in no other can a test end as one."""
+
+    def speaks(path: str) -> bool:
+        real = base.resolve(path)
+        if real not in final:
+            return False
+        entry = changes.get(real)
+        text = contents[entry.blob] if entry is not None else (base.directory / real).read_bytes()
+        return any(word in text for word in _EXPECTED_FAILURE)
+
+    files = {test.split("::", 1)[0] for test in request.deciding_ids}
+    marking = [str(parent) for path in files for parent in PurePosixPath(path).parents]
+    if any(speaks(str(PurePosixPath(directory) / "conftest.py")) for directory in set(marking)):
+        return frozenset(files)
+    return frozenset(path for path in files if speaks(path))

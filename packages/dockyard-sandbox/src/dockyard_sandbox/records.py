@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from dockyard_core import TestStatus
 
 _PHASES = ("setup", "call", "teardown")
-_IMPERATIVE_XFAIL = "XFailed"  # the exception that pytest.xfail() raises
+_BADNESS = {"passed": 0, "skipped": 1, "failed": 2}
 
 
 class _Record(BaseModel):
@@ -19,14 +19,27 @@ class _Record(BaseModel):
 
     n: int
     collected: list[str] | None = None
+    marked: list[str] = []
+    expecting: list[str] = []
+    origins: dict[str, str] = {}
     collect_error: str | None = None
     id: str | None = None
     when: Literal["setup", "call", "teardown"] | None = None
     outcome: Literal["passed", "failed", "skipped"] | None = None
     raised: str | None = None
     xfail: bool = False
-    raised_in: str | None = None
+    imperative: bool = False
     end: int | None = None
+    changed: list[str] = []
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> _Record:
+        kinds = (self.collected, self.collect_error, self.id, self.end)
+        if sum(kind is not None for kind in kinds) != 1 or (self.id is None) != (self.when is None):
+            raise ValueError("must be one kind of record")
+        if (self.id is None) != (self.outcome is None):
+            raise ValueError("must have an outcome if, and only if, it is about a phase")
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +55,12 @@ class RecordStream:
     """Findings that an honest runner cannot produce."""
 
 
-def read_records(stream: bytes, *, trusted_files: Iterable[str]) -> RecordStream:
+def read_records(stream: bytes, *, xfail_files: Iterable[str]) -> RecordStream:
     """Parse the record pipe.
 
     Args:
         stream: everything that was written to the pipe.
-        trusted_files: files restored from the task; only an ``xfail`` raised there counts as one.
+        xfail_files: test files whose own text expects failures; no other test can be ``xfailed``.
     """
     records: list[_Record] = []
     contradictions: list[str] = []
@@ -64,18 +77,43 @@ def read_records(stream: bytes, *, trusted_files: Iterable[str]) -> RecordStream
     ends = [index for index, record in enumerate(records) if record.end is not None]
     if ends and ends[0] != len(records) - 1:
         contradictions.append("record_after_end")
-    tests, found = _statuses(records, frozenset(trusted_files))
+    tests, found = _statuses(records, frozenset(xfail_files))
+    changed = [f"changed:{name}" for record in records for name in record.changed]
     return RecordStream(
         tests=tests,
         exit_code=records[ends[0]].end if ends else None,
         collect_errors=tuple(r.collect_error for r in records if r.collect_error is not None),
         num_memory_errors=sum(r.raised == "MemoryError" for r in records),
-        contradictions=tuple(dict.fromkeys([*contradictions, *found])),
+        contradictions=tuple(dict.fromkeys([*contradictions, *_disorder(records), *found, *changed])),
     )
 
 
-def _statuses(records: list[_Record], trusted: frozenset[str]) -> tuple[dict[str, TestStatus], list[str]]:
+def _disorder(records: list[_Record]) -> list[str]:
+    """pytest collects once, then runs test after test: setup, call (or its subtests' calls), teardown."""
+    found = []
+    collections = [index for index, record in enumerate(records) if record.collected is not None]
+    phases = [index for index, record in enumerate(records) if record.id is not None]
+    if len(collections) > 1:
+        found.append("collected_twice")
+    if phases and not (collections and collections[0] < phases[0]):
+        found.append("run_before_collection")
+    current, last = None, "teardown"
+    for index in phases:
+        record = records[index]
+        starts = record.when == "setup"
+        if starts != (last == "teardown") or (not starts and record.id != current):
+            found.append("phase_out_of_order")
+        current, last = record.id, record.when or ""
+    for record in records:
+        if any(origin != path for path, origin in record.origins.items()):
+            found.append("test_module_from_elsewhere")
+    return found
+
+
+def _statuses(records: list[_Record], xfail_files: frozenset[str]) -> tuple[dict[str, TestStatus], list[str]]:
     collected = {test for record in records for test in record.collected or ()}
+    marked = {test for record in records for test in record.marked if _file(test) in xfail_files}
+    expecting = {test for record in records for test in record.expecting if _file(test) in xfail_files}
     phases: dict[str, dict[str, _Record]] = {}
     contradictions = []
     for record in records:
@@ -91,12 +129,17 @@ def _statuses(records: list[_Record], trusted: frozenset[str]) -> tuple[dict[str
             contradictions.append("passed_although_raised")
         if record.raised is None and record.outcome == "skipped":
             contradictions.append("skipped_without_cause")
-        if earlier is None or earlier.outcome != "failed":  # subtests report a call each, then the test's own
+        # subtests report a call each, then the test reports its own: the worst one counts
+        if earlier is None or _BADNESS[record.outcome] > _BADNESS[earlier.outcome or "failed"]:
             seen[record.when] = record
-    return {test: _combine(seen, trusted) for test, seen in phases.items()}, contradictions
+    return {test: _combine(test, seen, marked, expecting) for test, seen in phases.items()}, contradictions
 
 
-def _combine(phases: dict[str, _Record], trusted: frozenset[str]) -> TestStatus:
+def _file(test: str) -> str:
+    return test.split("::", 1)[0]
+
+
+def _combine(test: str, phases: dict[str, _Record], marked: set[str], expecting: set[str]) -> TestStatus:
     """Fold setup, call and teardown into one status, the worst phase winning."""
     setup, call, teardown = (phases.get(when) for when in _PHASES)
     if setup is None or teardown is None:
@@ -105,9 +148,10 @@ def _combine(phases: dict[str, _Record], trusted: frozenset[str]) -> TestStatus:
         return TestStatus.ERROR
     decisive = setup if setup.outcome == "skipped" or call is None else call
     if decisive.outcome == "skipped" and decisive.xfail:
-        # pytest.xfail() called by the code under test would turn any failure into an expected one
-        untrusted = decisive.raised_in is not None and decisive.raised_in not in trusted
-        return TestStatus.SKIPPED if decisive.raised == _IMPERATIVE_XFAIL and untrusted else TestStatus.XFAILED
+        # pytest.xfail() called by the code under test would turn any failure into an expected one;
+        # unittest's expectedFailure is reported by the same exception, so its mark is asked for
+        expected = test in expecting or (test in marked and not decisive.imperative)
+        return TestStatus.XFAILED if expected else TestStatus.SKIPPED
     if decisive is setup and setup.outcome != "skipped":
         return TestStatus.ERROR  # the call never happened
     if decisive.raised is not None and decisive.outcome == "passed":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping
@@ -103,10 +104,14 @@ class RepoStore:
 
     def _fetch(self, bare: Path, source: str, commit: str) -> None:
         try:
-            if not bare.exists():
-                self._git.run("init", "--quiet", "--bare", str(bare))
+            self._initialise(bare)
             fetch = ("fetch", "--quiet", "--force", "--no-tags", "--no-write-fetch-head", source)
-            self._git.run(*fetch, "+refs/*:refs/*", git_dir=bare, timeout_s=CLONE_TIMEOUT_S)
+            try:
+                self._git.run(*fetch, "+refs/*:refs/*", git_dir=bare, timeout_s=CLONE_TIMEOUT_S)
+            except GitFailed:
+                if not _remove_stale_locks(bare):
+                    raise
+                self._git.run(*fetch, "+refs/*:refs/*", git_dir=bare, timeout_s=CLONE_TIMEOUT_S)
             for reference in (commit, "HEAD"):  # commits that no branch or tag holds
                 if self._find_tree(bare, commit) is not None:
                     return
@@ -117,6 +122,24 @@ class RepoStore:
                     continue  # tree_of reports the commit as missing
         except (GitFailed, subprocess.TimeoutExpired) as error:
             raise FetchFailed(f"cannot fetch {source!r}: {error}") from error
+
+    def _initialise(self, bare: Path) -> None:
+        """Make ``bare`` a repository, whole or not at all: a server may be killed at any moment."""
+        if (bare / "HEAD").exists():
+            return
+        shutil.rmtree(bare, ignore_errors=True)
+        temporary = bare.with_suffix(".new")
+        shutil.rmtree(temporary, ignore_errors=True)
+        self._git.run("init", "--quiet", "--bare", str(temporary))
+        temporary.replace(bare)
+
+
+def _remove_stale_locks(bare: Path) -> bool:
+    """Remove what a killed git left; whoever holds this mirror's lock is alone with it."""
+    stale = [*bare.glob("*.lock"), *(bare / "refs").rglob("*.lock")]
+    for path in stale:
+        path.unlink(missing_ok=True)
+    return bool(stale)
 
 
 @contextmanager

@@ -5,9 +5,12 @@
 This file is compiled once by the server and executed alone: it must import the standard library
 and pytest only, and pytest before any directory of the repository can be imported from.
 
-Records are JSON lines on descriptor 3, numbered from 0 without a gap:
-``{"n", "collected": [ids]}``, ``{"n", "collect_error": id}``, ``{"n", "id", "when", "outcome",
-"raised", "xfail", "raised_in"}`` and last ``{"n", "end": exit code}``.
+Records are JSON lines on descriptor 3, numbered from 0 without a gap: ``{"n", "collect_error": id}``,
+``{"n", "collected": [ids], "marked": [ids], "expecting": [ids], "origins": {file of ids: file executed}}``,
+``{"n", "id", "when", "outcome", "raised", "xfail", "imperative"}`` and last ``{"n", "end": exit code,
+"changed": [names]}``.
+
+What decides is captured before repository code runs: that code can replace any name afterwards.
 """
 
 from __future__ import annotations
@@ -25,11 +28,42 @@ from typing import Any
 RECORD_FD = 3
 
 
+# Functions of pytest and pluggy that make an outcome; replaced at the end of a run = tampered.
+_PROBED = (
+    ("_pytest.python", "Function.runtest", "Function.setup", "pytest_pyfunc_call", "Module._getobj"),
+    ("_pytest.runner", "CallInfo.from_call", "runtestprotocol", "call_and_report", "pytest_runtest_makereport"),
+    ("_pytest.runner", "pytest_runtest_protocol", "pytest_runtest_setup", "pytest_runtest_call"),
+    ("_pytest.reports", "TestReport.from_item_and_call"),
+    ("_pytest.skipping", "pytest_runtest_makereport", "pytest_runtest_call"),
+    ("_pytest.unittest", "TestCaseFunction.runtest", "TestCaseFunction._addexcinfo"),
+    ("unittest.case", "_ShouldStop", "_Outcome.testPartExecutor", "TestCase.run", "TestCase._callTestMethod"),
+    ("pluggy._callers", "_multicall"),
+    ("pluggy._hooks", "HookCaller.__call__"),
+)
+
+
+def _functions() -> dict[str, tuple[Any, Any]]:
+    """Name to (function, its code) of everything probed that this version of pytest has."""
+    found = {}
+    for module, *names in _PROBED:
+        for name in names:
+            value: Any = sys.modules.get(module)
+            for part in name.split("."):
+                value = getattr(value, part, None)
+            value = getattr(value, "__func__", value)  # a class method is bound anew by every look-up
+            if value is not None:
+                found[f"{module}.{name}"] = (value, getattr(value, "__code__", None))
+    return found
+
+
 def _open_pipe() -> Callable[..., None]:
     write, dumps, number = os.write, json.dumps, 0
+    getpid, leave, owner = os.getpid, os._exit, os.getpid()
 
     def record(**fields: Any) -> None:
         nonlocal number
+        if getpid() != owner:
+            leave(70)  # a test forked and both sides went on: only the first one reports
         line = memoryview(dumps({"n": number, **fields}).encode() + b"\n")
         number += 1
         while line:
@@ -38,22 +72,60 @@ def _open_pipe() -> Callable[..., None]:
     return record
 
 
-def _raised_in(excinfo: Any, root: str) -> str | None:
-    """File of the innermost frame below ``root``, relative to it."""
-    innermost = None
-    for entry in excinfo.traceback:
-        path = str(entry.path)
-        if path.startswith(root + os.sep):
-            innermost = path[len(root) + 1 :]
-    return innermost
+class _Origins:
+    """Which file each test module was executed from, whatever the module says of itself."""
+
+    def __init__(self) -> None:
+        self._executed: dict[int, tuple[Any, str]] = {}
+
+    def watch(self) -> None:
+        """Follow pytest's import hook, which every test module passes through."""
+        from _pytest.assertion.rewrite import AssertionRewritingHook
+
+        execute, executed = AssertionRewritingHook.exec_module, self._executed
+
+        def exec_module(hook: Any, module: Any) -> None:
+            executed[id(module)] = (module, str(module.__spec__.origin))
+            execute(hook, module)
+
+        vars_of_hook: Any = AssertionRewritingHook
+        vars_of_hook.exec_module = exec_module
+
+    def of(self, module: Any, root: str) -> str:
+        """Path relative to ``root``; "" = not executed by pytest."""
+        known = self._executed.get(id(module))
+        return known[1].removeprefix(root + os.sep) if known is not None and known[0] is module else ""
 
 
-def _plugin(record: Callable[..., None], root: str) -> Any:
+def _plugin(record: Callable[..., None], origins: _Origins) -> Any:
     import pytest
+    from _pytest.unittest import TestCaseFunction
+
+    imperative, function, testcase = pytest.xfail.Exception, pytest.Function, TestCaseFunction
+
+    def expects_failure(item: Any) -> bool:
+        flag = "__unittest_expecting_failure__"
+        return isinstance(item, testcase) and (getattr(item.obj, flag, False) or getattr(item.cls, flag, False))
 
     class Recorder:
+        hooked = True
+
+        def pytest_configure(self, config: Any) -> None:
+            self.hooked = config.getoption("assertmode") != "plain"  # else pytest has no import hook
+
         def pytest_collection_finish(self, session: Any) -> None:
-            record(collected=[item.nodeid for item in session.items])
+            root = str(session.config.rootpath)
+            files = {
+                item.nodeid.split("::", 1)[0]: origins.of(item.module, root)
+                for item in session.items
+                if self.hooked and isinstance(item, function)
+            }
+            record(
+                collected=[item.nodeid for item in session.items],
+                marked=[item.nodeid for item in session.items if item.get_closest_marker("xfail")],
+                expecting=[item.nodeid for item in session.items if expects_failure(item)],
+                origins=files,
+            )
 
         def pytest_collectreport(self, report: Any) -> None:
             if report.failed:
@@ -69,7 +141,7 @@ def _plugin(record: Callable[..., None], root: str) -> Any:
                 outcome=report.outcome,
                 raised=None if excinfo is None else excinfo.type.__name__,
                 xfail=hasattr(report, "wasxfail"),
-                raised_in=None if excinfo is None else _raised_in(excinfo, root),
+                imperative=excinfo is not None and isinstance(excinfo.value, imperative),
             )
             return report
 
@@ -83,12 +155,29 @@ def main(arguments: list[str], import_paths: list[str]) -> int:
 
     gc.enable()
     gc.freeze()
-    root = os.getcwd()
-    record = _open_pipe()
-    sys.path.insert(0, root)  # what `python -m pytest` does
-    code = int(pytest.main(arguments, plugins=[_plugin(record, root)]))
-    record(end=code)
+    _prepare_unittest()
+    record, origins, probe = _open_pipe(), _Origins(), _functions
+    origins.watch()
+    before = probe()
+    sys.path.insert(0, os.getcwd())  # what `python -m pytest` does
+    code = int(pytest.main(arguments, plugins=[_plugin(record, origins)]))
+    after = probe()
+    record(end=code, changed=[name for name, known in before.items() if not _same(known, after.get(name))])
     return code
+
+
+def _prepare_unittest() -> None:
+    """Let unittest swallow nothing: it takes its private stop signal for a pass, whoever raises it."""
+    import unittest.case
+
+    import _pytest.unittest  # noqa: F401  pytest imports it too, but after the probes are taken
+
+    private: Any = unittest.case
+    private._ShouldStop = ()  # matches no exception; it is for failfast, which pytest does not use
+
+
+def _same(before: tuple[Any, Any], after: tuple[Any, Any] | None) -> bool:
+    return after is not None and before[0] is after[0] and before[1] is after[1]
 
 
 if __name__ == "__main__":

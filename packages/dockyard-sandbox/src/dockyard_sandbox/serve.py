@@ -24,10 +24,11 @@ from dockyard_core import ConfigError
 from dockyard_sandbox import janitor
 from dockyard_sandbox.app import Api
 from dockyard_sandbox.apply import Applier
+from dockyard_sandbox.cancellation import Cancellation
 from dockyard_sandbox.executor import Executor
 from dockyard_sandbox.gitcmd import write_git_config
 from dockyard_sandbox.isolation import Isolation, candidates, own_environment
-from dockyard_sandbox.jailer import Cancellation, Jailer, Workload
+from dockyard_sandbox.jailer import Jailer, Workload
 from dockyard_sandbox.judge import RunResult
 from dockyard_sandbox.prepare import Preparer
 from dockyard_sandbox.repos import RepoStore
@@ -88,7 +89,7 @@ def executor_on(config: ServeConfig) -> Iterator[Executor]:
         repos = RepoStore(root, git)
         trees = TreeStore(root, git, owner_uid=jailer.isolation.uid or None)
         level = jailer.isolation.level
-        preparer = Preparer(git, repos, trees, Applier(git, scratch), level)
+        preparer = Preparer(git, repos, trees, Applier(git, scratch), level, installed=jailer.environment.modules)
         yield Executor(
             repos=repos,
             preparer=preparer,

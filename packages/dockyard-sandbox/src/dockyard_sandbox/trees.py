@@ -7,12 +7,13 @@ import shutil
 import tempfile
 import threading
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from dockyard_sandbox.gitcmd import Git
 from dockyard_sandbox.repos import locked
 
 SYMLINK, GITLINK, EXECUTABLE = "120000", "160000", "100755"
+_MAX_HOPS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,30 @@ class BaseTree:
     entries: dict[str, Entry]
     index_path: Path
     """A ready index of this tree, copied for every attempt."""
+
+    def resolve(self, path: str) -> str:
+        """Follow the tree's own symlinks; a path that leaves the tree, or never ends, stays as it is."""
+        pending = list(reversed(PurePosixPath(path).parts))
+        done: list[str] = []
+        hops = 0
+        while pending:
+            part = pending.pop()
+            if part == "..":
+                if not done:
+                    return path
+                done.pop()
+                continue
+            here = "/".join([*done, part])
+            entry = self.entries.get(here)
+            if entry is None or entry.mode != SYMLINK:
+                done.append(part)
+                continue
+            target = PurePosixPath((self.directory / here).readlink())
+            hops += 1
+            if target.is_absolute() or hops > _MAX_HOPS:
+                return path
+            pending.extend(reversed(target.parts))
+        return "/".join(done)
 
 
 class TreeStore:

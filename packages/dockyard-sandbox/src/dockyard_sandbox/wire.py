@@ -8,13 +8,14 @@ import shlex
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from dockyard_core import TestStatus, VerdictStatus
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_PATCH_BYTES = 1024 * 1024
+MAX_TEST_PATCH_BYTES = 16 * 1024 * 1024
 PATCH_TOO_LARGE = "patch_too_large"
 MAX_TASKS = 1024
 MAX_TESTS = 20_000
@@ -33,8 +34,9 @@ def _json_list(value: object) -> object:
 def _test_id(value: str) -> str:
     path, separator, name = value.partition("::")
     parts = PurePosixPath(path).parts
-    if not separator or not name or not parts or path.startswith(("/", "-")) or ".." in parts or "\0" in value:
-        raise ValueError(f"must be a pytest node id 'relative/file.py::name', got {value[:200]!r}")
+    outside = path.startswith(("/", "-")) or ".." in parts or "\0" in value
+    if not separator or not name or not parts or outside or str(PurePosixPath(path)) != path:
+        raise ValueError(f"must be a pytest node id 'relative/file.py::name' as pytest writes it, got {value[:200]!r}")
     return value
 
 
@@ -88,9 +90,10 @@ class TaskRequest(_Closed):
 
     @field_validator("model_patch", "test_patch")
     @classmethod
-    def _patch_bytes(cls, patch: str) -> str:
-        if len(patch.encode()) > MAX_PATCH_BYTES:
-            raise PydanticCustomError(PATCH_TOO_LARGE, "must be at most {cap} bytes", {"cap": MAX_PATCH_BYTES})
+    def _patch_bytes(cls, patch: str, info: ValidationInfo) -> str:
+        cap = MAX_PATCH_BYTES if info.field_name == "model_patch" else MAX_TEST_PATCH_BYTES
+        if len(patch.encode()) > cap:
+            raise PydanticCustomError(PATCH_TOO_LARGE, "must be at most {cap} bytes", {"cap": cap})
         return patch
 
     @model_validator(mode="after")

@@ -20,7 +20,7 @@ import sys
 import time
 from typing import Any
 
-from . import namespaces, plain, seccomp
+from . import memory, namespaces, plain, seccomp
 from . import syscalls as sc
 from .process import Job, report
 
@@ -58,6 +58,7 @@ def _supervise(fds: dict[str, int]) -> None:
 def _run(job: Job, fds: dict[str, int]) -> dict[str, Any]:
     began = time.monotonic()
     status_read, fds["status"] = os.pipe()
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)  # the init's pivot_root takes this process along
     namespaced = job["level"] == "namespaces"
     try:
         if namespaced:
@@ -67,10 +68,11 @@ def _run(job: Job, fds: dict[str, int]) -> dict[str, Any]:
     except OSError as error:
         return {"end": "setup_failed", "error": f"namespaces: {error}"}
     if init == 0:
+        os.close(proc)
         _init(job, fds, namespaced)
     for name in ("output", "records", "status"):
         os.close(fds[name])
-    end = _wait(init, fds["control"], job["deadline_s"], signal.SIGKILL if namespaced else signal.SIGTERM)
+    end = _wait(init, fds["control"], proc, job, signal.SIGKILL if namespaced else signal.SIGTERM)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     result: dict[str, Any] = {"end": end, "cpu_s": usage.ru_utime + usage.ru_stime, "max_rss_kb": usage.ru_maxrss}
     for message in _messages(status_read):
@@ -94,19 +96,26 @@ def _init(job: Job, fds: dict[str, int], namespaced: bool) -> None:
         os._exit(0)
 
 
-def _wait(init: int, control: int, deadline_s: float, kill_signal: int) -> str:
-    """Wait for the init; kill it at the deadline, or when the server closes its control pipe."""
+def _wait(init: int, control: int, proc: int, job: Job, kill_signal: int) -> str:
+    """Wait for the init; kill it at a limit, or when the server closes its control pipe."""
     pidfd = os.pidfd_open(init)
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     poller.register(control, select.POLLIN | select.POLLHUP)
-    ready = dict(poller.poll(deadline_s * 1000))
-    if pidfd not in ready:
+    deadline = time.monotonic() + job["deadline_s"]
+    while True:
+        left_s = max(0.0, deadline - time.monotonic())
+        ready = dict(poller.poll(min(left_s, memory.INTERVAL_S) * 1000))
+        end = "exited" if pidfd in ready else "cancelled" if control in ready else "deadline"
+        if not ready and left_s > 0:
+            if not memory.exceeds(proc, init, job["memory_mb"]):
+                continue
+            end = "memory"
+        break
+    if end != "exited":
         os.kill(init, kill_signal)
     os.waitpid(init, 0)
-    if pidfd in ready:
-        return "exited"
-    return "cancelled" if control in ready else "deadline"
+    return end
 
 
 def _messages(fd: int) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from .process import Job, reap_until, start_test_process
 
 TESTBED = "/testbed"
 INSIDE_ID = 1000
+_MAX_INODES = 100_000  # of the tree's changes and /tmp: each costs a kilobyte that no size= counts
 _SYSTEM_DIRECTORIES = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _ETC_FILES = ("ld.so.cache", "localtime", "alternatives")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -62,7 +63,7 @@ def _build_root(job: Job) -> None:
     for name in _DEVICES:
         _bind_file(f"/dev/{name}", f"{root}/dev/{name}")
     os.mkdir(f"{root}/dev/shm", 0o777)
-    sc.mount("tmpfs", f"{root}/dev/shm", "tmpfs", sc.MS_NOSUID | sc.MS_NODEV, "size=64m,mode=1777")
+    sc.mount("tmpfs", f"{root}/dev/shm", "tmpfs", sc.MS_NOSUID | sc.MS_NODEV, "size=64m,nr_inodes=4096,mode=1777")
     os.symlink("/proc/self/fd", f"{root}/dev/fd")
     sc.mount("proc", f"{root}/proc", "proc", sc.MS_NOSUID | sc.MS_NODEV | sc.MS_NOEXEC)
     sc.make_readonly(f"{root}/proc", recursive=False)
@@ -114,7 +115,9 @@ def _make_tree(root: str, job: Job) -> None:
     disk = f"{root}/.disk"
     for path in (disk, root + TESTBED, f"{root}/tmp"):
         os.makedirs(path, mode=0o755, exist_ok=True)
-    sc.mount("tmpfs", disk, "tmpfs", sc.MS_NOSUID | sc.MS_NODEV, f"size={job['disk_mb']}m,mode=755")
+    sc.mount(
+        "tmpfs", disk, "tmpfs", sc.MS_NOSUID | sc.MS_NODEV, f"size={job['disk_mb']}m,nr_inodes={_MAX_INODES},mode=755"
+    )
     for name, mode in (("upper", 0o755), ("work", 0o755), ("tmp", 0o1777)):
         os.mkdir(f"{disk}/{name}")
         os.chmod(f"{disk}/{name}", mode)

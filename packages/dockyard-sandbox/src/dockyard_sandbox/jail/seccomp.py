@@ -36,14 +36,14 @@ _DENIED = {
         "reboot": 169, "init_module": 175, "delete_module": 176, "finit_module": 313, "kexec_load": 246,
         "kexec_file_load": 320, "add_key": 248, "request_key": 249, "keyctl": 250, "unshare": 272, "setns": 308,
         "perf_event_open": 298, "open_by_handle_at": 304, "process_vm_readv": 310, "process_vm_writev": 311,
-        "kcmp": 312, "bpf": 321, "userfaultfd": 323,
+        "kcmp": 312, "bpf": 321, "userfaultfd": 323, "memfd_create": 319, "shmget": 29,
     },
     "aarch64": {
         "ptrace": 117, "mount": 40, "umount2": 39, "pivot_root": 41, "chroot": 51, "swapon": 224, "swapoff": 225,
         "reboot": 142, "init_module": 105, "delete_module": 106, "finit_module": 273, "kexec_load": 104,
         "kexec_file_load": 294, "add_key": 217, "request_key": 218, "keyctl": 219, "unshare": 97, "setns": 268,
         "perf_event_open": 241, "open_by_handle_at": 265, "process_vm_readv": 270, "process_vm_writev": 271,
-        "kcmp": 272, "bpf": 280, "userfaultfd": 282,
+        "kcmp": 272, "bpf": 280, "userfaultfd": 282, "memfd_create": 279, "shmget": 194,
     },
 }  # fmt: skip
 _DENIED_EVERYWHERE = {
