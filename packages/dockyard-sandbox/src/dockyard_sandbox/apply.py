@@ -100,6 +100,7 @@ class Applier:
                 extra_env=environment,
                 bounds=_BOUNDS,
                 cancellation=cancellation,
+                may_be_long=arguments[0] == "apply",
             )
 
         try:

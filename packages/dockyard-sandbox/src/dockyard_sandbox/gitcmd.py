@@ -85,8 +85,20 @@ class Git:
         timeout_s: float = 60.0,
         bounds: Bounds | None = None,
         cancellation: Cancellation | None = None,
+        may_be_long: bool = False,
     ) -> bytes:
         """Return what git wrote on standard output.
+
+        Args:
+            arguments: of git.
+            git_dir: the repository.
+            stdin: given to git.
+            extra_env: further environment.
+            timeout_s: after which it is killed.
+            bounds: what it may use; for calls on untrusted input.
+            cancellation: ends it.
+            may_be_long: the kernel ends it when the executor is killed. Costs a fork of the whole
+                executor instead of a vfork, so short calls go without.
 
         Raises:
             GitFailed: it exited with an error, or a signal ended it: ``bounds``, a cancellation, `close`.
@@ -106,7 +118,7 @@ class Git:
         }
         if git_dir is not None:
             environment["GIT_DIR"] = str(git_dir)
-        process = self._start(arguments, environment)
+        process = self._start(arguments, environment, may_be_long)
         try:
             if cancellation is not None:
                 cancellation.stop_with(lambda: _kill(process))
@@ -128,21 +140,25 @@ class Git:
             for process in self._active:
                 _kill(process)
 
-    def _start(self, arguments: tuple[str, ...], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _start(
+        self, arguments: tuple[str, ...], environment: dict[str, str], may_be_long: bool
+    ) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            ["git", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            cwd="/",
+            start_new_session=True,  # a fetch has children: they end as one group
+            preexec_fn=_die_with_parent if may_be_long else None,
+        )
         with self._lock:
-            if self._closed:
-                raise GitFailed(arguments[0], -1, "the executor is closing")
-            process = subprocess.Popen(
-                ["git", *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=environment,
-                cwd="/",
-                start_new_session=True,  # a fetch has children: they end as one group
-                preexec_fn=_die_with_parent,
-            )
             self._active.add(process)
+            is_closed = self._closed
+        if is_closed:
+            self._end(process)
+            raise GitFailed(arguments[0], -1, "the executor is closing")
         return process
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:

@@ -107,17 +107,17 @@ class RepoStore:
             self._initialise(bare)
             fetch = ("fetch", "--quiet", "--force", "--no-tags", "--no-write-fetch-head", source)
             try:
-                self._git.run(*fetch, "+refs/*:refs/*", git_dir=bare, timeout_s=CLONE_TIMEOUT_S)
+                self._git.run(*fetch, "+refs/*:refs/*", git_dir=bare, timeout_s=CLONE_TIMEOUT_S, may_be_long=True)
             except GitFailed:
                 if not _remove_stale_locks(bare):
                     raise
-                self._git.run(*fetch, "+refs/*:refs/*", git_dir=bare, timeout_s=CLONE_TIMEOUT_S)
+                self._git.run(*fetch, "+refs/*:refs/*", git_dir=bare, timeout_s=CLONE_TIMEOUT_S, may_be_long=True)
             for reference in (commit, "HEAD"):  # commits that no branch or tag holds
                 if self._find_tree(bare, commit) is not None:
                     return
                 try:
                     target = f"+{reference}:refs/dockyard/{commit}"
-                    self._git.run(*fetch, target, git_dir=bare, timeout_s=CLONE_TIMEOUT_S)
+                    self._git.run(*fetch, target, git_dir=bare, timeout_s=CLONE_TIMEOUT_S, may_be_long=True)
                 except GitFailed:
                     continue  # tree_of reports the commit as missing
         except (GitFailed, subprocess.TimeoutExpired) as error:
