@@ -92,6 +92,7 @@ def test_a_skipped_step_frees_its_slots_and_keeps_the_version() -> None:
     loop.skipped(loop.next_batch())
     assert loop.policy_version == 0
     assert loop.ledger.dropped_groups == {"nonfinite": 1}
+    assert loop.num_drops_in_a_row == 0
     assert loop.num_admissible == 1
 
 

@@ -33,6 +33,8 @@ from dockyard_grpo.summary import GroupSummary
 from dockyard_grpo.timeline import Timeline
 from dockyard_grpo.tracker import Tracker, scalars
 
+_MIN_DROPS_TO_STALL = 16
+
 
 class StopRequested(Exception):
     """Raised inside the run when it was asked to stop and has done so in order."""
@@ -205,7 +207,7 @@ class Pipeline:
         record_groups(self._fleets, batch, [lags], [[0.0] * len(lags)], step=None, dropped=cause)
         ledger, in_a_row = self._machine.ledger, self._machine.num_drops_in_a_row
         detail = next((rollout.detail for rollout in summary.rollouts if rollout.detail), "no detail")
-        if in_a_row >= 2 * self._machine.config.num_slots:
+        if in_a_row >= max(_MIN_DROPS_TO_STALL, 2 * self._machine.config.num_slots):
             raise RunStalled(f"{in_a_row} groups in a row were dropped, the last by {cause}: {detail}")
         total = ledger.dropped_groups.total()
         if total == 1 or (total % 10 == 0 and total > 0.01 * ledger.admitted_groups):

@@ -180,8 +180,10 @@ class LoopMachine:
 
     def skipped(self, batch: Sequence[GroupId]) -> None:
         """Book a step whose gradient was not finite: the batch is dropped, the version stays."""
+        in_a_row = self.num_drops_in_a_row
         for group_id in batch:
             self.drop(group_id, "nonfinite")
+        self.num_drops_in_a_row = in_a_row  # these were finished: the infrastructure works
 
     def begin_refit(self) -> tuple[str, ...]:
         """Fence the late engines; returns them."""
