@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -41,7 +42,9 @@ def test_a_younger_version_waits_for_every_older_group() -> None:
     assert buffer.peek(2) is None
     assert buffer.peek(1) == (group(1),)
     buffer.finish(group(0))
-    assert buffer.peek(3) == (group(1), group(0), group(2))
+    assert buffer.finished == (group(1), group(0), group(2))
+    assert buffer.peek(1) == (group(1),)
+    assert buffer.peek(3) == (group(0), group(1), group(2))  # inside a batch: in the order of admission
 
 
 def test_slots_are_freed_only_after_every_engine_attested() -> None:
@@ -194,3 +197,153 @@ def test_a_restore_takes_back_what_came_after_its_frontier() -> None:
     trained = [event["group"] for event in surviving(events) if event["event"] == "trained"]
     assert trained == ["task-0#0", "task-1#0"]
     assert recount(events)["alive"] == 1
+
+
+def members(*rewards: float, version: int = 0) -> list[Member]:
+    return [Member(None, version, reward) for reward in rewards]
+
+
+def dynamic(bound: int) -> tuple[LoopMachine, list[dict]]:
+    events: list[dict] = []
+    config = LoopConfig(
+        num_prompts_per_step=1, num_generations_per_prompt=2, max_staleness=2, max_steps=9, max_replaced_per_step=bound
+    )
+    return LoopMachine(config, Ledger(events.append), ["engine-0"]), events
+
+
+def test_dynamic_sampling_replaces_groups_without_signal_up_to_the_bound_of_the_step() -> None:
+    loop, events = dynamic(2)
+    for number in range(3):
+        loop.admit(group(number))
+    assert loop.finish(group(0), members(1.0, 1.0)) == "zero_signal"
+    assert loop.num_admissible == 1
+    assert loop.finish(group(1), members(0.0, 0.0)) == "zero_signal"
+    assert loop.finish(group(2), members(0.0, 0.0)) is None  # the bound is spent: it is trained
+    assert loop.num_drops_in_a_row == 0  # the infrastructure works
+    loop.trained(loop.next_batch())
+    refit(loop)
+    loop.admit(group(3))
+    assert loop.finish(group(3), members(0.5, 0.5)) == "zero_signal"  # a new step, a new bound
+    assert loop.ledger.dropped_groups == {"zero_signal": 3}
+    assert recount(events)["dropped_rollouts"] == 6
+
+
+def test_dynamic_sampling_looks_at_the_unshaped_rewards_of_valid_members_only() -> None:
+    loop, _ = dynamic(5)
+    loop.admit(group(0))
+    assert loop.finish(group(0), members(1.0, 0.0)) is None
+    config = LoopConfig(num_prompts_per_step=1, num_generations_per_prompt=3, max_staleness=0, max_replaced_per_step=1)
+    loop = LoopMachine(config, Ledger(lambda event: None), ["engine-0"])
+    loop.admit(group(1))
+    assert loop.finish(group(1), [*members(1.0, 1.0), Member("infra_error", None, 0.0)]) == "zero_signal"
+
+
+def test_a_member_is_missing_for_no_reason_but_the_known_ones() -> None:
+    loop, _ = machine()
+    loop.admit(group(0))
+    with pytest.raises(ValueError, match=r"task-0#0.*too_slow"):
+        loop.finish(group(0), [Member("too_slow", 0), Member(None, 0)])
+    assert loop.finish(group(0), [Member("deadline", 0), Member(None, 0)]) == "deadline"
+
+
+def test_a_snapshot_keeps_finished_groups_and_the_places_of_those_under_way() -> None:
+    loop, events = machine(prompts=2, staleness=2)
+    for number in range(6):
+        loop.admit(group(number))
+    for number in (1, 0, 4):
+        loop.finish(group(number), valid(0))
+    loop.trained((group(0), group(1)))
+    refit(loop)
+    loop.admit(group(6))
+    loop.finish(group(6), valid(1))
+    again = LoopMachine(loop.config, Ledger(events.append, next_seq=len(events)), ["engine-0"])
+    assert again.restore(json.loads(json.dumps(loop.snapshot())), incarnation=1) == (group(2), group(3), group(5))
+    assert again.num_admissible == 0  # the engines are stale
+    refit(again)
+    assert again.next_batch() is None  # of version 0 only group 4 is finished; group 6 is younger
+    again.finish(group(5), valid(1))
+    assert again.next_batch() == (group(4), group(5))
+    assert [again.staleness(name) for name in (group(4), group(5))] == [1, 0]
+
+
+def test_a_checkpoint_stands_for_every_event_before_it() -> None:
+    loop, events = machine(prompts=1, staleness=1)
+    snapshots = []
+    for number in range(5):
+        loop.admit(group(number))
+        loop.finish(group(number), valid(number))
+        loop.trained(loop.next_batch())
+        refit(loop)
+        snapshots.append(loop.ledger.snapshot())
+    for snapshot in snapshots:
+        tail = [event for event in events if event["seq"] >= snapshot["frontier"]]
+        assert recount(tail, start=snapshot) == recount(events)
+    loop.ledger.restore(snapshots[1], incarnation=1)
+    assert recount(events, start=snapshots[1]) == recount(events)
+    with pytest.raises(ValueError, match="before the checkpoint's"):
+        recount(events, start=snapshots[3])
+
+
+def test_a_dead_engine_stops_admission_until_its_successor_attests() -> None:
+    loop, events = machine(engines=2)
+    loop.lose_engine("engine-1", "killed")
+    assert loop.num_admissible == 0
+    assert loop.begin_refit(["engine-0"]) == ()
+    assert not loop.end_refit()
+    assert loop.begin_refit() == ("engine-1",)
+    late = loop.refit.try_number
+    loop.end_refit()
+    loop.begin_refit()
+    with pytest.raises(ValueError, match="outside a refit"):
+        loop.attest("engine-1", 0, try_number=late)
+    loop.attest("engine-1", 0, try_number=loop.refit.try_number)
+    assert loop.end_refit()
+    assert loop.num_admissible == 4
+    assert events[0] == {"seq": 0, "event": "engine_lost", "engine": "engine-1", "reason": "killed"}
+
+
+def test_an_engine_that_dies_after_it_attested_is_late_again() -> None:
+    order = RefitOrder(["a", "b"])
+    order.trained(1)
+    order.begin()
+    order.attest("a", 1)
+    order.lose("a")
+    with pytest.raises(ValueError, match="outside a refit"):
+        order.attest("a", 1, try_number=order.try_number)  # delivered twice: said by the one that died
+    order.attest("b", 1)
+    assert not order.end()
+    assert order.late_engines == ("a",)
+
+
+def test_a_pinned_evaluation_holds_the_refit_back_and_a_live_one_does_not() -> None:
+    loop, events = machine(prompts=1, staleness=1)
+    loop.begin_evaluation(0, is_pinned=True)
+    loop.begin_evaluation(1, is_pinned=False)
+    loop.admit(group(0))
+    loop.finish(group(0), valid(0))
+    loop.trained(loop.next_batch())
+    with pytest.raises(ValueError, match="pin the engines"):
+        loop.begin_refit()
+    loop.end_evaluation(0, val_reward_mean=0.5)
+    refit(loop)
+    assert loop.snapshot()["evaluations"] == [(1, False)]
+    with pytest.raises(ValueError, match="under way already"):
+        loop.begin_evaluation(1, is_pinned=False)
+    with pytest.raises(ValueError, match="no evaluation after step 0"):
+        loop.end_evaluation(0)
+    assert next(event for event in events if event["event"] == "evaluated")["val_reward_mean"] == 0.5
+
+
+def test_a_finished_batch_blocked_by_an_older_group_is_head_of_line_blocking() -> None:
+    loop, _ = machine(prompts=1, staleness=1)
+    loop.admit(group(0))
+    loop.admit(group(1))
+    loop.finish(group(1), valid(0))
+    assert not loop.is_blocked_by_head
+    loop.trained(loop.next_batch())
+    refit(loop)
+    loop.admit(group(2))
+    loop.finish(group(2), valid(1))
+    assert loop.is_blocked_by_head
+    loop.finish(group(0), valid(0))
+    assert not loop.is_blocked_by_head

@@ -43,6 +43,8 @@ def run_many(seeds: range) -> Counter[str]:
             error.add_note(f"seed {seed}: {schedule}")
             raise
         seen += Counter(outcome.delivered) + outcome.dropped + Counter(crash=outcome.num_crashes)
+        seen["checkpoint_failed"] += sum(event["event"] == "checkpoint_failed" for event in outcome.events)
+        seen["kept"] += outcome.num_kept
         seen["rolled_back"] += sum(event.get("rolled_back", 0) > 0 for event in outcome.events)
     return seen
 
@@ -52,8 +54,10 @@ def test_2000_random_schedules_with_faults_keep_every_invariant() -> None:
     # Each kind of fault must have struck often enough for the sentence above to mean something.
     assert seen["crash"] > 2_000
     assert seen["rolled_back"] > 1_000
-    for kind in ("attested_again", "group_lost", "nonfinite", "deadline", "infra_error"):
+    often = ("attested_again", "group_lost", "nonfinite", "deadline", "infra_error", "zero_signal", "engine_died")
+    for kind in (*often, "checkpoint_failed"):
         assert seen[kind] > 500, kind
+    assert seen["kept"] > 200
 
 
 @pytest.mark.nightly
@@ -95,8 +99,27 @@ class LoopInAnyOrder(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        faults = Faults(max_faults=40, duplicated=0.2, lost=0.1, infra_error=0.1, not_attested=0.3, nonfinite=0.2)
-        schedule = Schedule(max_staleness=2, max_steps=5, num_engines=2, checkpoint_every=1, faults=faults)
+        faults = Faults(
+            max_faults=40,
+            duplicated=0.2,
+            lost=0.1,
+            infra_error=0.1,
+            not_attested=0.3,
+            nonfinite=0.2,
+            zero_signal=0.2,
+            engine_death=0.1,
+            disk_full=0.2,
+        )
+        schedule = Schedule(
+            max_staleness=2,
+            max_steps=5,
+            num_engines=2,
+            max_replaced_per_step=2,
+            evaluate_every=2,
+            is_pinned=False,
+            checkpoint_every=1,
+            faults=faults,
+        )
         self.world = AnyOrder(schedule, random.Random(0))
         self.watch = Watch(schedule, INVARIANTS, self.world.events)
         self.is_broken = False
@@ -160,6 +183,8 @@ def test_a_crash_at_every_moment_changes_nothing_that_is_trained(staleness: int)
             max_staleness=staleness,
             num_engines=2,
             checkpoint_every=1,
+            evaluate_every=2,
+            is_pinned=staleness != 1,
             train=fixed(3),
             refit=fixed(2),
             faults=Faults(crash_moments=frozenset(moments)),

@@ -12,9 +12,10 @@ from dockyard_core.data import TaskSampler
 from dockyard_core.loop import Ledger, LoopConfig, LoopMachine, RefitOrder, ReplayBuffer
 from dockyard_core.loop.simulate import INVARIANTS, InvariantBroken, random_schedule, simulate
 from dockyard_core.loop.simulate_driver import Driver
+from dockyard_core.loop.simulate_fleet import Fleet
 from dockyard_core.loop.simulate_world import World
 
-MAX_SCHEDULES = 100
+MAX_SCHEDULES = 500
 
 Patch = pytest.MonkeyPatch
 Mutation = Callable[[Patch], None]
@@ -52,7 +53,7 @@ def skips_the_attestation_of_all_but_one_engine(patch: Patch) -> None:
 
 @breaks("handshake", "exactly_once")
 def takes_the_attestation_of_any_version(patch: Patch) -> None:
-    patch.setattr(RefitOrder, "attest", lambda self, engine, version: self._held.update({engine: self._wanted}))
+    patch.setattr(RefitOrder, "attest", lambda self, engine, version, **_: self._held.update({engine: self._wanted}))
 
 
 @breaks("handshake")
@@ -214,6 +215,102 @@ def takes_the_end_of_a_group_twice(patch: Patch) -> None:
             original(self, group_id)
 
     patch.setattr(ReplayBuffer, "finish", finish)
+
+
+@breaks("exactly_once")
+def takes_an_attestation_that_answers_an_earlier_try(patch: Patch) -> None:
+    original = RefitOrder.attest
+    patch.setattr(
+        RefitOrder, "attest", lambda self, engine, version, **_: None if not self._is_under_way and self._held[engine]
+        == version else original(self, engine, version)
+    )  # fmt: skip
+
+
+@breaks("handshake")
+def takes_a_dead_engine_for_a_fresh_one(patch: Patch) -> None:
+    patch.setattr(RefitOrder, "lose", lambda self, engine: None)
+
+
+@breaks("progress")
+def never_takes_an_engine_back(patch: Patch) -> None:
+    patch.setattr(Driver, "_take_engine_back", lambda self, engine: None)
+
+
+@breaks("progress")
+def does_not_wake_up_when_an_engine_is_back(patch: Patch) -> None:
+    patch.setattr(Driver, "_take_engine_back", lambda self, engine: self._fleet.lost.discard(engine))
+
+
+@breaks("progress")
+def forgets_the_groups_of_a_dead_engine(patch: Patch) -> None:
+    original = Fleet.die
+
+    def die(self: Fleet, engine: str) -> None:
+        self._runs = {group_id: run for group_id, run in self._runs.items() if run[0] != engine}
+        original(self, engine)
+
+    patch.setattr(Fleet, "die", die)
+
+
+@breaks("signal")
+def replaces_every_group_without_signal(patch: Patch) -> None:
+    patch.setattr(LoopMachine, "_may_replace", property(lambda self: self.config.max_replaced_per_step > 0))
+
+
+@breaks("signal")
+def trains_groups_without_signal(patch: Patch) -> None:
+    patch.setattr(LoopMachine, "_may_replace", False)
+
+
+@breaks("signal")
+def forgets_after_a_crash_how_many_groups_were_replaced(patch: Patch) -> None:
+    after(patch, LoopMachine, "restore", lambda self, anew: setattr(self, "_num_replaced", 0) or anew)
+
+
+@breaks("evaluation")
+def refits_under_a_pinned_evaluation(patch: Patch) -> None:
+    patch.setattr(LoopMachine, "is_pinned", False)
+
+
+@breaks("evaluation")
+def does_not_begin_an_interrupted_evaluation_anew(patch: Patch) -> None:
+    after(patch, LoopMachine, "restore", lambda self, anew: setattr(self, "interrupted_evaluations", ()) or anew)
+
+
+@breaks("evaluation")
+def begins_an_evaluation_anew_that_was_over(patch: Patch) -> None:
+    def also_the_first(self: LoopMachine, anew: tuple[GroupId, ...]) -> tuple[GroupId, ...]:
+        self.interrupted_evaluations = ((1, False),)
+        return anew
+
+    after(patch, LoopMachine, "restore", also_the_first)
+
+
+@breaks("same_work")
+def runs_finished_groups_anew_and_keeps_them(patch: Patch) -> None:
+    after(patch, LoopMachine, "restore", lambda self, _: tuple(self.ledger.alive))
+
+
+@breaks("order")
+def takes_restored_groups_for_admitted_just_now(patch: Patch) -> None:
+    original = LoopMachine.restore
+
+    def restore(self: LoopMachine, snapshot: dict, *, incarnation: int) -> tuple[GroupId, ...]:
+        versions = [snapshot["policy_version"] for _ in snapshot["admission_versions"]]
+        return original(self, {**snapshot, "admission_versions": versions}, incarnation=incarnation)
+
+    patch.setattr(LoopMachine, "restore", restore)
+
+
+@breaks("progress", "same_work")
+def takes_a_failed_checkpoint_for_a_complete_one(patch: Patch) -> None:
+    def step_of_the_last_snapshot(self: World) -> tuple[int, dict | None]:
+        taken = [event["step"] for event in self.events if event["event"] in ("checkpoint", "checkpoint_failed")]
+        step, state = original(self)
+        return max([step, *taken]), state
+
+    original = World.restore_point
+    patch.setattr(World, "restore_point", step_of_the_last_snapshot)
 
 
 @breaks("same_work")

@@ -2,7 +2,8 @@
 
 Inside one admission version any finished order will do; a younger version is never consumed while
 an older one still has a group under way. That, with the bound on what is alive, is what keeps
-staleness <= max_staleness without discarding slow work.
+staleness <= max_staleness without discarding slow work. Which groups a batch takes depends on who
+finished first; the order inside the batch does not, so that equal work gives equal sums.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ class ReplayBuffer:
     def __init__(self) -> None:
         self._pending: dict[int, set[GroupId]] = {}
         self._finished: dict[int, list[GroupId]] = {}
-        self._version_of: dict[GroupId, int] = {}
+        self._version_of: dict[GroupId, int] = {}  # in the order of admission
 
     def __len__(self) -> int:
         return len(self._version_of)
@@ -28,6 +29,11 @@ class ReplayBuffer:
     def num_finished(self) -> int:
         """Groups that wait to be trained."""
         return sum(len(groups) for groups in self._finished.values())
+
+    @property
+    def finished(self) -> tuple[GroupId, ...]:
+        """Groups that wait to be trained, by admission version and then in the order they finished."""
+        return tuple(group_id for version in sorted(self._finished) for group_id in self._finished[version])
 
     def admission_version(self, group_id: GroupId) -> int:
         """The version that admitted a group under way or finished."""
@@ -58,13 +64,16 @@ class ReplayBuffer:
         self._forget_empty(version)
 
     def peek(self, count: int) -> tuple[GroupId, ...] | None:
-        """The next ``count`` groups in consumption order, or None while they are not all finished."""
+        """The next ``count`` groups, in the order of admission; None while they are not all finished."""
         batch: list[GroupId] = []
         for version in sorted(self._pending.keys() | self._finished.keys()):
             batch.extend(self._finished.get(version, ()))
             if self._pending.get(version):
                 break
-        return tuple(batch[:count]) if len(batch) >= count else None
+        if len(batch) < count:
+            return None
+        chosen = set(batch[:count])
+        return tuple(group_id for group_id in self._version_of if group_id in chosen)
 
     def _forget_empty(self, version: int) -> None:
         if not self._pending.get(version) and not self._finished.get(version):

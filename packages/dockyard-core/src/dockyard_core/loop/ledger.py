@@ -168,15 +168,29 @@ def surviving(events: Iterable[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]
     return lineage
 
 
-def recount(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+def recount(events: Iterable[Mapping[str, Any]], *, start: Mapping[str, Any] = EMPTY_LEDGER) -> dict[str, int]:
     """Count a recorded ledger again, from the surviving events alone.
 
+    Args:
+        events: of events.jsonl, in order.
+        start: a checkpoint's `Ledger.snapshot`, which stands for every event before its frontier:
+            those are not looked at, and need not be there.
+
     Returns admitted, trained, dropped and alive groups, and the same for rollouts with the suffix
-    ``_rollouts``. Raises LedgerViolation when an event contradicts an earlier one.
+    ``_rollouts``.
+
+    Raises:
+        LedgerViolation: an event contradicts an earlier one.
+        ValueError: the run went back to before ``start``.
     """
-    alive: dict[str, int] = {}
-    counts: Counter[str] = Counter()
-    for event in surviving(events):
+    frontier = start["frontier"]
+    tail = [event for event in events if event["seq"] >= frontier]
+    gone_back = [event["frontier"] for event in tail if event["event"] == "restored" and event["frontier"] < frontier]
+    if gone_back:
+        raise ValueError(f"the run went back to event {gone_back[0]}, before the checkpoint's {frontier}")
+    alive = {str(GroupId(task, repetition)): count for task, repetition, count in start["alive"]}
+    counts = _counts_of(start)
+    for event in surviving(tail):
         group = event.get("group", "")
         if event["event"] == "admitted":
             if group in alive:
@@ -194,5 +208,18 @@ def recount(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
             counts["dropped_rollouts"] += size - trained
     counts["alive"] = len(alive)
     counts["alive_rollouts"] = sum(alive.values())
+    return _all_kinds(counts)
+
+
+def _counts_of(snapshot: Mapping[str, Any]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for kind in ("admitted", "trained"):
+        counts[kind], counts[f"{kind}_rollouts"] = snapshot[kind]
+    for kind in ("groups", "rollouts"):
+        counts["dropped" if kind == "groups" else "dropped_rollouts"] = sum(snapshot[f"dropped_{kind}"].values())
+    return counts
+
+
+def _all_kinds(counts: Counter[str]) -> dict[str, int]:
     kinds = ("admitted", "trained", "dropped", "alive")
     return {name: counts[name] for kind in kinds for name in (kind, f"{kind}_rollouts")}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from dockyard_core.errors import RefitError
 
@@ -18,6 +18,9 @@ class RefitOrder:
             raise ValueError("a run needs at least 1 engine, got 0")
         self._wanted = policy_version
         self._is_under_way = False
+        self._asked: set[str] = set()  # engines whose answer to the try under way is still wanted
+        self.try_number = 0
+        """Tries begun so far; an attestation counts in its own try only."""
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -47,19 +50,41 @@ class RefitOrder:
             raise ValueError(f"version {policy_version} was made while the refit to {self._wanted} was under way")
         self._wanted = policy_version
 
-    def begin(self) -> tuple[str, ...]:
-        """Fence the engines that are late and return them; they serve nothing until they attest."""
+    def begin(self, available: Collection[str] | None = None) -> tuple[str, ...]:
+        """Fence the engines that are late and return them; they serve nothing until they attest.
+
+        Args:
+            available: engines that can take weights now; None = all. The others stay late.
+        """
         if self._is_under_way:
             raise ValueError(f"a refit to version {self._wanted} is under way already")
         self._is_under_way = True
-        late = self.late_engines
+        self.try_number += 1
+        late = tuple(engine for engine in self.late_engines if available is None or engine in available)
         for engine in late:
             self._held[engine] = None
+        self._asked = set(late)
         return late
 
-    def attest(self, engine: str, policy_version: int) -> None:
-        """An engine committed a version. Raises RefitError unless it is the wanted one."""
-        if not self._is_under_way or self._held[engine] is not None:
+    def lose(self, engine: str) -> None:
+        """The engine is gone: it is late, and what it said in this try no longer counts."""
+        self._held[engine] = None
+        self._asked.discard(engine)
+
+    def attest(self, engine: str, policy_version: int, *, try_number: int | None = None) -> None:
+        """An engine committed a version.
+
+        Args:
+            engine: which.
+            policy_version: what it holds now.
+            try_number: the try that it answers to; None = the one under way.
+
+        Raises:
+            ValueError: outside a refit, or in answer to an earlier try.
+            RefitError: it is not the wanted version.
+        """
+        is_late = try_number is not None and try_number != self.try_number
+        if not self._is_under_way or is_late or engine not in self._asked:
             raise ValueError(f"engine {engine} attests version {policy_version} outside a refit")
         if policy_version != self._wanted:
             raise RefitError(
@@ -67,6 +92,7 @@ class RefitOrder:
                 wanted_version=self._wanted,
                 held_version=policy_version,
             )
+        self._asked.discard(engine)
         self._held[engine] = policy_version
 
     def end(self) -> bool:

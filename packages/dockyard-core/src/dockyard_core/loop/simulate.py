@@ -50,6 +50,8 @@ class Outcome:
     num_moments: int
     """Points at which a crash could have struck."""
     num_crashes: int
+    num_kept: int
+    """Finished groups that a restore brought back, so that they did not run anew."""
     delivered: Mapping[str, int]
     """Kind -> number of the schedule's events that happened."""
 
@@ -97,4 +99,4 @@ def simulate(schedule: Schedule, rng: random.Random, *, invariants: Collection[s
             # A later life overwrites the steps that it does again.
             step_ends |= driver.step_ends
     watch.at_end()
-    return Outcome(world.events, step_ends, world.now, world.num_moments, world.num_crashes, delivered)
+    return Outcome(world.events, step_ends, world.now, world.num_moments, world.num_crashes, watch.num_kept, delivered)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from dockyard_core.data import TaskSampler
 from dockyard_core.errors import RefitError
-from dockyard_core.loop.ledger import EMPTY_LEDGER, Ledger
-from dockyard_core.loop.machine import LoopMachine, Member
+from dockyard_core.loop.config import EMPTY_LOOP, ZERO_SIGNAL, Member
+from dockyard_core.loop.ledger import Ledger
+from dockyard_core.loop.machine import LoopMachine
+from dockyard_core.loop.simulate_fleet import Fleet, Rollouts
 from dockyard_core.loop.simulate_watch import InvariantBroken, Watch
 from dockyard_core.loop.simulate_world import Event, World
 from dockyard_core.rollout import GroupId
@@ -23,14 +25,14 @@ class Driver:
         self._schedule = schedule = world.schedule
         self._incarnation = world.incarnation
         self._life = world.num_crashes
-        self._engines = [f"engine-{index}" for index in range(schedule.num_engines)]
-        self.machine = LoopMachine(schedule.loop, Ledger(world.book, next_seq=len(world.events)), self._engines)
+        self._fleet = Fleet(world, watch, self._life)
+        ledger = Ledger(world.book, next_seq=len(world.events))
+        self.machine = LoopMachine(schedule.loop, ledger, self._fleet.engines)
         self._sampler = TaskSampler(schedule.num_tasks, schedule.sampler_seed)
-        self._load = dict.fromkeys(self._engines, 0)
-        self._commits: dict[str, list[tuple[int, int]]] = {engine: [] for engine in self._engines}
         self._batch: tuple[GroupId, ...] = ()
-        self._num_unanswered = 0
-        self._num_started = 0
+        self._unanswered: set[str] = set()
+        self._is_saving = False
+        self._waiting: dict[str, Callable[[], None]] = {}  # what the end of "pins" or of "save" lets go on
         self._after_refit: Callable[[], None] = self._end_step
         self.is_idle = False
         """The trainer waits for a batch."""
@@ -40,29 +42,32 @@ class Driver:
 
     @property
     def is_done(self) -> bool:
-        """Whether the last step is done and saved."""
-        return self.done == self._schedule.max_steps
+        """Whether the last step is done, evaluated and saved."""
+        is_last = self.done == self._schedule.max_steps
+        return is_last and not self._is_saving and not self.machine.evaluations and "save" not in self._waiting
 
     def start(self) -> None:
         """Start a new run, or go on with the one that left its files."""
         if self._incarnation == 0:
-            self._watch.begin(self._engines)
-            for commits in self._commits.values():
-                commits.append((self._world.now, 0))
+            self._watch.begin(self._fleet.engines)
+            for engine in self._fleet.engines:
+                self._fleet.commit(engine, 0)
             self._await_batch()
             return
         self.done, loop_state = self._world.restore_point()
-        state = loop_state or {"machine": self.machine.snapshot() | {"ledger": EMPTY_LEDGER}}
         if loop_state is not None:
             self._sampler = TaskSampler.from_state(loop_state["sampler"])
-        readmitted = self.machine.restore(state["machine"], incarnation=self._incarnation)
+        state = loop_state["machine"] if loop_state is not None else EMPTY_LOOP
+        anew = self.machine.restore(state, incarnation=self._incarnation)
         self._world.sync()
-        self._watch.restored(self._engines, self.done, readmitted)
+        self._watch.restored(self._fleet.engines, self.done, anew)
         self._watch.recounts()
 
         def go_on() -> None:
-            for group_id in readmitted:
-                self._start_group(group_id)
+            for step, is_pinned in self.machine.interrupted_evaluations:
+                self._evaluate(step, is_pinned=is_pinned)
+            for group_id in anew:
+                self._fleet.start(group_id)
             self._await_batch()
 
         self._refit(go_on)
@@ -77,15 +82,21 @@ class Driver:
             case "group_ended":
                 self._end_group(*event.subject)
             case "group_lost":
-                self._lose_group(event.subject)
+                self._lose_group(*event.subject)
             case "stepped":
                 self._stepped()
             case "answered":
                 self._answer(*event.subject)
             case "attested_again":
-                self._refuse(lambda: self.machine.attest(*event.subject))
+                self._refuse(lambda: self.machine.attest(*event.subject[:2], try_number=event.subject[2]))
+            case "engine_died":
+                self._lose_engine(*event.subject)
+            case "engine_back":
+                self._take_engine_back(*event.subject)
+            case "evaluated":
+                self._end_evaluation(*event.subject)
             case "saved":
-                self._saved(event.subject)
+                self._saved(*event.subject)
         self._watch.after_event(self.machine, is_idle=self.is_idle)
         return event
 
@@ -95,63 +106,33 @@ class Driver:
             group_id = GroupId(f"task-{index}", repetition)
             self.machine.admit(group_id)
             self._watch.admitted(group_id)
-            self._start_group(group_id)
+            self._fleet.start(group_id)
 
-    def _start_group(self, group_id: GroupId) -> None:
-        schedule, world, rng = self._schedule, self._world, self._world.rng
-        faults = schedule.faults
-        factor = schedule.slow_factor if self._num_started in schedule.slow_groups else 1
-        self._num_started += 1
-        engine = min(self._load, key=lambda name: self._load[name])
-        self._load[engine] += 1
-        rollouts, longest = [], 0
-        for _ in range(schedule.num_generations_per_prompt):
-            ticks, cause = factor * schedule.generate.draw(rng), None
-            if schedule.deadline is not None and ticks > schedule.deadline:
-                ticks, cause = schedule.deadline, "deadline" if world.strike() else None
-            elif world.chance(faults.infra_error):
-                ticks, cause = rng.randint(0, ticks), "infra_error"
-            longest = max(longest, ticks)
-            rollouts.append((cause, world.now + rng.randint(0, ticks)))
-        ended = (group_id, engine, rollouts)
-        late = rng.randint(1, 2 * longest + 1) if world.chance(faults.late) else 0
-        if world.chance(faults.lost):
-            world.after(longest + late, self._life, "group_lost", (group_id, engine))
-            if rng.random() < 0.5:
-                world.after(longest + late + rng.randint(0, 20), self._life, "group_ended", ended)
-            return
-        world.after(longest + late, self._life, "group_ended", ended)
-        if world.chance(faults.duplicated):
-            world.after(longest + late + rng.randint(0, 40), self._life, "group_ended", ended)
-
-    def _end_group(self, group_id: GroupId, engine: str, rollouts: Sequence[tuple[str | None, int]]) -> None:
-        members = [Member(cause, self._version_at(engine, first_token)) for cause, first_token in rollouts]
+    def _end_group(self, group_id: GroupId, run: int, engine: str, rollouts: Rollouts, is_equal: bool) -> None:
         if not self._watch.is_under_way(group_id):
-            self._refuse(lambda: self.machine.finish(group_id, members))
+            self._refuse(lambda: self.machine.finish(group_id, [Member(cause, 0) for cause, _ in rollouts]))
             return
-        self._load[engine] -= 1
+        if not self._fleet.is_current(group_id, run):
+            return
+        members = self._fleet.end(group_id, rollouts, is_equal=is_equal)
         versions = [m.oldest_version for m in members if m.invalid_cause is None and m.oldest_version is not None]
         for version in versions:
             self._watch.sampled(group_id, version)
         cause = self.machine.finish(group_id, members)
-        self._watch.check("conservation", (cause is None) == (len(versions) >= 2), f"{group_id} left by {cause}")
+        is_whole = len(versions) >= 2
+        self._watch.check("conservation", (cause in (None, ZERO_SIGNAL)) == is_whole, f"{group_id} left by {cause}")
+        self._watch.signal(group_id, cause, is_equal=is_equal and is_whole)
         if cause is None:
-            self._watch.ended(group_id, min(versions, default=0))
+            self._watch.ended(group_id, min(versions))
         else:
             self._watch.dropped(group_id)
             self._admit()
         self._changed()
 
-    def _version_at(self, engine: str, tick: int) -> int:
-        # A token due while the engine was fenced counts for the version before: the oldest it can be of.
-        commits = self._commits[engine]
-        return next((version for time, version in reversed(commits) if time <= tick), commits[0][1])
-
-    def _lose_group(self, subject: tuple[GroupId, str]) -> None:
-        group_id, engine = subject
-        if not self._watch.is_under_way(group_id):
+    def _lose_group(self, group_id: GroupId, run: int) -> None:
+        if not self._fleet.is_current(group_id, run):
             return
-        self._load[engine] -= 1
+        self._fleet.forget(group_id)
         self.machine.drop(group_id, "infra_error")
         self._watch.dropped(group_id)
         self._admit()
@@ -162,11 +143,17 @@ class Driver:
             self._await_batch()
 
     def _await_batch(self) -> None:
+        """The head of the app's loop: freshen the engines that can be, admit, take a batch if there is one."""
         self._admit()
+        late = [engine for engine in self.machine.refit.late_engines if engine in self._fleet.available]
+        if late and not self.machine.is_pinned:
+            self._refit(self._await_batch)
+            return
         batch = self.machine.next_batch()
         self.is_idle = batch is None
         if batch is not None:
             self._batch = batch
+            self.machine.begin_step(batch)
             self._watch.step_begins(batch)
             self._world.after(self._schedule.train.draw(self._world.rng), self._life, "stepped")
 
@@ -178,66 +165,127 @@ class Driver:
             self.machine.trained(self._batch)
         self._watch.step_ends(self._batch, is_skipped=is_skipped)
         self._world.sync()
-        if self.machine.refit.is_fresh:
-            self._end_step()
-        else:
-            self._refit(self._end_step)
+        self._refit(self._end_step)
 
     def _refit(self, then: Callable[[], None]) -> None:
+        """Bring every engine that is alive to the trainer's version; evaluations that pin them come first."""
+        self.is_idle = False
+        if self.machine.refit.is_fresh or not set(self.machine.refit.late_engines) & set(self._fleet.available):
+            then()
+            return
+        if self.machine.is_pinned:
+            self._waiting["pins"] = lambda: self._refit(then)
+            return
         self._after_refit = then
-        late = self.machine.begin_refit()
-        self._num_unanswered = len(late)
+        late = self.machine.begin_refit(self._fleet.available)
+        self._watch.refit_begins(late)
+        self._unanswered = set(late)
         for engine in late:
-            self._watch.held[engine] = None
-            self._world.after(self._schedule.refit.draw(self._world.rng), self._life, "answered", (engine,))
-        if not late:
-            self._end_refit()
+            ticks = self._schedule.refit.draw(self._world.rng)
+            self._world.after(ticks, self._life, "answered", (engine, self.machine.refit.try_number))
 
-    def _answer(self, engine: str) -> None:
+    def _answer(self, engine: str, try_number: int) -> None:
         """An engine committed the version, or failed in one of two ways; a try ends with its last answer."""
         world, version = self._world, self.machine.policy_version
-        self._num_unanswered -= 1
+        if try_number != self.machine.refit.try_number or engine not in self._unanswered:
+            return  # it died meanwhile
+        self._unanswered.discard(engine)
         if not world.chance(self._schedule.faults.not_attested):
-            self._watch.held[engine] = version
-            self._commits[engine].append((world.now, version))
-            self.machine.attest(engine, version)
+            self._fleet.commit(engine, version)
+            self.machine.attest(engine, version, try_number=try_number)
             if world.chance(self._schedule.faults.duplicated):
-                world.after(world.rng.randint(0, 5), self._life, "attested_again", (engine, version))
+                again = (engine, version, try_number)
+                world.after(world.rng.randint(0, 5), self._life, "attested_again", again)
         elif world.rng.random() < 0.5:
             self._refuse(lambda: self.machine.attest(engine, version - 1))
-        if self._num_unanswered == 0:
+        if not self._unanswered:
             self._end_refit()
 
     def _end_refit(self) -> None:
         is_fresh = self.machine.end_refit()
         self._watch.refit_ended(is_fresh)
-        if is_fresh:
-            self._after_refit()
-        else:
-            self._refit(self._after_refit)
+        self._fleet.go_on()
+        self._refit(self._after_refit)
+
+    def _lose_engine(self, engine: str) -> None:
+        if engine in self._fleet.lost:
+            return
+        self.machine.lose_engine(engine, "died")
+        self._fleet.die(engine)
+        self._world.after(self._world.rng.randint(1, 30), self._life, "engine_back", (engine,))
+        if engine in self._unanswered:
+            self._unanswered.discard(engine)
+            if not self._unanswered:
+                self._end_refit()
+
+    def _take_engine_back(self, engine: str) -> None:
+        self._fleet.lost.discard(engine)
+        self._changed()
 
     def _end_step(self) -> None:
+        """The tail of the app's step: evaluate, save, go on."""
         step = self.done + 1
         self.step_ends[step] = self._world.now
         self._watch.recounts()
         self._admit()
+        if step in self._schedule.evaluations:
+            self._evaluate(step, is_pinned=self._schedule.is_pinned)
         every = self._schedule.checkpoint_every
         if step == self._schedule.max_steps or (every is not None and step % every == 0):
-            state = {"step": step, "machine": self.machine.snapshot(), "sampler": self._sampler.state()}
-            self._world.sync()
-            ticks = self._schedule.save.draw(self._world.rng)
-            self._world.after(ticks, self._life, "saved", (step, json.dumps(state)))
+            self._save(step)
         else:
-            self.done = step
+            self._next_step(step)
+
+    def _next_step(self, step: int) -> None:
+        self.done = step
+        if step < self._schedule.max_steps:
             self._await_batch()
 
-    def _saved(self, subject: tuple[int, str]) -> None:
-        self._world.save(*subject)
-        self.machine.ledger.note("checkpoint", step=subject[0])
+    def _evaluate(self, step: int, *, is_pinned: bool) -> None:
+        self.machine.begin_evaluation(step, is_pinned=is_pinned)
+        self._watch.evaluation_begins(step)
+        ticks = self._schedule.evaluate.draw(self._world.rng)
+        self._world.after(ticks, self._life, "evaluated", (step, is_pinned))
+
+    def _end_evaluation(self, step: int, is_pinned: bool) -> None:
+        self._watch.evaluation_ends(step, is_pinned=is_pinned)
+        self.machine.end_evaluation(step)
+        if (then := self._waiting.pop("pins", None)) is not None:
+            then()  # which waits again if it must
+        else:
+            self._changed()
+
+    def _save(self, step: int) -> None:
+        """Take a snapshot and let it be written while the loop goes on; one save at a time.
+
+        A pinned evaluation is waited for, so that its row is on disk before the checkpoint is; and the
+        last checkpoint waits for every evaluation: a run that has it is done.
+        """
+        if self.machine.is_pinned or (step == self._schedule.max_steps and self.machine.evaluations):
+            self._waiting["pins"] = lambda: self._save(step)
+            return
+        if self._is_saving:
+            self._waiting["save"] = lambda: self._save(step)
+            return
+        state = {"step": step, "machine": self.machine.snapshot(), "sampler": self._sampler.state()}
         self._world.sync()
-        self.done = subject[0]
-        if not self.is_done:
-            self._await_batch()
+        self._is_saving = True
+        ticks = self._schedule.save.draw(self._world.rng)
+        self._world.after(ticks, self._life, "saved", (step, json.dumps(state)))
+        self._next_step(step)
+
+    def _saved(self, step: int, state: str) -> None:
+        self._is_saving = False
+        if self._world.chance(self._schedule.faults.disk_full):
+            self.machine.ledger.note("checkpoint_failed", step=step)
+            if step == self._schedule.max_steps:
+                self._waiting["save"] = lambda: self._save(step)
+        else:
+            self._world.save(step, state)
+            self.machine.ledger.note("checkpoint", step=step)
+        self._world.sync()
+        if (then := self._waiting.pop("save", None)) is not None:
+            then()
 
     def _refuse(self, move: Callable[[], object]) -> None:
         """A message that must be refused, and must leave no trace."""

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dockyard_core.loop.machine import LoopConfig
+from dockyard_core.loop.config import LoopConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,10 @@ class Faults:
     """Per end of a group and per attestation: it is delivered twice."""
     late: float = 0.0
     """Per end of a group: it is delivered later, after others that ended after it."""
+    zero_signal: float = 0.0
+    """Per group: all of its rollouts are worth the same."""
+    engine_death: float = 0.0
+    """Per run of a group: its first engine, or whichever it is on, dies; it comes back without weights."""
     not_attested: float = 0.0
     """Per engine and refit: it does not attest, or attests another version; it is tried again."""
     nonfinite: float = 0.0
@@ -52,6 +56,8 @@ class Faults:
     """Moments, from 0, at which they die for certain."""
     power_loss: float = 0.0
     """Per crash: events that were not synced are gone from the disk too."""
+    disk_full: float = 0.0
+    """Per save: nothing of it is kept."""
     damaged: float = 0.0
     """Per crash: the newest checkpoint cannot be read afterwards."""
 
@@ -78,6 +84,11 @@ class Schedule:
     refit: Durations = field(default_factory=Durations)
     """Of one engine in one try."""
     save: Durations = field(default_factory=Durations)
+    max_replaced_per_step: int = 0
+    evaluate: Durations = field(default_factory=Durations)
+    evaluate_every: int | None = None
+    """Steps; None = never. Else also after the last one."""
+    is_pinned: bool = True
     checkpoint_every: int | None = None
     """Steps; None = only after the last one."""
     keep_last: int = 2
@@ -96,6 +107,7 @@ class Schedule:
             num_generations_per_prompt=self.num_generations_per_prompt,
             max_staleness=self.max_staleness,
             max_steps=self.max_steps,
+            max_replaced_per_step=self.max_replaced_per_step,
         )
 
     @property
@@ -104,9 +116,17 @@ class Schedule:
         return self.max_steps * self.num_prompts_per_step
 
     @property
+    def evaluations(self) -> list[int]:
+        """Steps after which there is an evaluation."""
+        every = self.evaluate_every
+        steps = range(1, self.max_steps + 1) if every is not None else ()
+        return [step for step in steps if step == self.max_steps or step % (every or 1) == 0]
+
+    @property
     def drops_groups(self) -> bool:
         """Whether a group may leave the loop untrained."""
-        return self.faults.drops_groups or self.deadline is not None
+        is_replaced = bool(self.max_replaced_per_step and self.faults.zero_signal)
+        return self.faults.drops_groups or self.deadline is not None or is_replaced
 
 
 def random_schedule(rng: random.Random) -> Schedule:
@@ -132,7 +152,11 @@ def random_schedule(rng: random.Random) -> Schedule:
         generate=generate,
         train=durations(10),
         refit=durations(5),
-        save=durations(10),
+        save=durations(20),
+        max_replaced_per_step=rng.choice((0, 1, 3)) if may_drop else 0,
+        evaluate=durations(40),
+        evaluate_every=rng.choice((None, 1, 2)),
+        is_pinned=rng.random() < 0.5,
         checkpoint_every=rng.choice((None, 1, 2)),
         keep_last=rng.randint(1, 2),
         # Most rollouts must be able to end in time, or every group is dropped for ever.
@@ -143,6 +167,9 @@ def random_schedule(rng: random.Random) -> Schedule:
             nonfinite=rate(0.3) if may_drop else 0.0,
             duplicated=rate(0.3),
             late=rate(0.5),
+            zero_signal=rate(0.5),
+            engine_death=rate(0.1),
+            disk_full=rate(0.3),
             not_attested=rate(0.4),
             crash=rng.choice((0.0, 0.01, 0.03, 0.1)),
             power_loss=rate(0.5),

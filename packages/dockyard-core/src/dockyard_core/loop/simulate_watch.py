@@ -9,6 +9,8 @@ wakeup         no slot stays free, and no complete batch waits for an idle train
 progress       something will happen until the last step is done, and versions count the steps that trained
 conservation   the counts of machine, model and a recount of the recorded events are equal
 exactly_once   in the surviving lineage nothing is admitted, trained or dropped twice
+signal         a group without signal is replaced, and no other one, until the step's bound is spent
+evaluation     each due evaluation ends once in the surviving lineage; a pinned one sees one version
 same_work      what is consumed is the sampler's prefix: what the run without faults would consume
 """
 
@@ -34,6 +36,8 @@ INVARIANTS = (
     "progress",
     "conservation",
     "exactly_once",
+    "signal",
+    "evaluation",
     "same_work",
 )
 
@@ -61,6 +65,8 @@ class Watch:
         self._events = events
         # Not LoopConfig.num_slots: the model shares no figure with the machine either.
         self._num_slots = (schedule.max_staleness + 1) * schedule.num_prompts_per_step
+        self.num_kept = 0
+        self._oldest: dict[GroupId, int] = {}  # outlives a crash, as the tokens of finished groups do
         self._start()
 
     def _start(self) -> None:
@@ -73,6 +79,8 @@ class Watch:
         self._num_finished = 0
         self._steps_begun = 0
         self.version = 0
+        self._num_replaced = 0
+        self._versions_seen: dict[int, set[int]] = {}
         self._counts: Counter[str] = Counter()
 
     def check(self, invariant: str, holds: bool, message: str) -> None:
@@ -81,28 +89,40 @@ class Watch:
             raise InvariantBroken(invariant, message)
 
     def begin(self, engines: Sequence[str]) -> None:
-        """A run starts: every engine serves version 0."""
+        """A run starts."""
         self._start()
-        self.held = dict.fromkeys(engines, 0)
+        self.held = dict.fromkeys(engines, None)
 
-    def restored(self, engines: Sequence[str], step: int, readmitted: Sequence[GroupId]) -> None:
+    def restored(self, engines: Sequence[str], step: int, anew: Sequence[GroupId]) -> None:
         """A life goes on after ``step``: rebuild the model from the recorded events alone."""
         self._start()
         self.held = dict.fromkeys(engines, None)
-        self._steps_begun = step
-        alive: dict[str, None] = {}
         for event in surviving(self._events):
-            if event["event"] == "admitted":
-                alive[event["group"]] = None
-                self._counts["admitted"] += 1
-            elif event["event"] in ("trained", "dropped"):
-                alive.pop(event["group"], None)
-                self._counts[event["event"]] += 1
-                self._counts["consumed"] += event["event"] == "trained" or event["cause"] == "nonfinite"
+            self._replay(event)
+        self.check("progress", self._steps_begun == step, f"{self._steps_begun} steps were begun, restored is {step}")
         self.version = self._counts["trained"] // self._schedule.num_prompts_per_step
-        self.alive = dict.fromkeys(readmitted, self.version)
-        names = [str(group_id) for group_id in readmitted]
-        self.check("same_work", names == list(alive), f"alive were {list(alive)}, run anew are {names}")
+        under_way = [group_id for group_id in self.alive if group_id not in self.finished]
+        self.num_kept += len(self.finished)
+        self.check("same_work", list(anew) == under_way, f"under way were {under_way}, run anew are {anew}")
+
+    def _replay(self, event: Mapping[str, Any]) -> None:
+        task_id, _, repetition = event.get("group", "#0").rpartition("#")
+        kind, group_id = event["event"], GroupId(task_id, int(repetition))
+        if kind == "admitted":
+            self.alive[group_id] = event["policy_version"]
+            self._counts["admitted"] += 1
+        elif kind == "finished":
+            self.ended(group_id, self._oldest.get(group_id, 0))
+        elif kind == "step_begun":
+            self._steps_begun += 1
+        elif kind in ("trained", "dropped"):
+            self.check("conservation", group_id in self.alive, f"{group_id} is {kind}, but its admission is lost")
+            self.alive.pop(group_id, None)
+            self.finished.pop(group_id, None)
+            is_consumed = kind == "trained" or event["cause"] == "nonfinite"
+            self._counts[kind] += 1
+            self._counts["consumed"] += is_consumed
+            self._num_replaced = 0 if is_consumed else self._num_replaced + (event["cause"] == "zero_signal")
 
     def admitted(self, group_id: GroupId) -> None:
         """A group took a slot."""
@@ -120,6 +140,7 @@ class Watch:
 
     def ended(self, group_id: GroupId, oldest_version: int) -> None:
         """A group waits to be trained."""
+        self._oldest[group_id] = oldest_version
         self.finished[group_id] = _Finished(self._num_finished, self._steps_begun, oldest_version)
         self._num_finished += 1
 
@@ -129,14 +150,21 @@ class Watch:
         self.finished.pop(group_id, None)
         self._counts["dropped"] += 1
 
+    def signal(self, group_id: GroupId, cause: str | None, *, is_equal: bool) -> None:
+        """A group ended and left by ``cause``, if it left; ``is_equal``: its rollouts are all worth the same."""
+        may_replace = self._num_replaced < self._schedule.max_replaced_per_step
+        is_replaced = cause == "zero_signal"
+        self.check("signal", is_replaced == (is_equal and may_replace), f"{group_id} left by {cause}: {is_equal=}")
+        self._num_replaced += is_replaced
+
     def is_under_way(self, group_id: GroupId) -> bool:
         """Whether the end of this group is still to come."""
         return group_id in self.alive and group_id not in self.finished
 
     def step_begins(self, batch: Sequence[GroupId]) -> None:
         """A batch was chosen."""
-        size = self._schedule.num_prompts_per_step
-        self.check("progress", len(set(batch)) == size, f"a step takes {size} groups, got {batch}")
+        is_whole = len(set(batch)) == self._schedule.num_prompts_per_step
+        self.check("progress", is_whole, f"a step takes {self._schedule.num_prompts_per_step} groups, got {batch}")
         left = [group_id for group_id in self.alive if group_id not in batch]
         for group_id in batch:
             version, finished = self.alive[group_id], self.finished[group_id]
@@ -146,8 +174,7 @@ class Watch:
                 self.check("order", is_fair, f"{group_id} of {version} overtook {other} of {self.alive[other]}")
             waited = self._steps_begun - finished.steps_begun
             self.check("starvation", waited <= self._schedule.max_staleness, f"{group_id} waited for {waited} steps")
-        waits = [group_id for group_id in left if group_id in self.finished]
-        for group_id in waits:
+        for group_id in (other for other in left if other in self.finished):
             waited = self._steps_begun - self.finished[group_id].steps_begun
             self.check("starvation", waited < self._schedule.max_staleness, f"{group_id} has waited for {waited} steps")
         self._steps_begun += 1
@@ -164,9 +191,23 @@ class Watch:
             del self.alive[group_id], self.finished[group_id]
         self._counts["dropped" if is_skipped else "trained"] += len(batch)
         self._counts["consumed"] += len(batch)
+        self._num_replaced = 0
         if not is_skipped:
             self._num_awaiting += len(batch)
             self.version += 1
+
+    def refit_begins(self, engines: Sequence[str]) -> None:
+        """Engines are fenced."""
+        self.held |= dict.fromkeys(engines, None)
+
+    def evaluation_begins(self, step: int) -> None:
+        """Held-out tasks are sampled."""
+        self._versions_seen[step] = self._versions_held
+
+    def evaluation_ends(self, step: int, *, is_pinned: bool) -> None:
+        """Held-out tasks have been judged."""
+        seen = self._versions_seen.pop(step) | self._versions_held
+        self.check("evaluation", not is_pinned or len(seen) <= 1, f"that after step {step} was pinned, saw {seen}")
 
     def refit_ended(self, is_fresh: bool) -> None:
         """A try of a refit is over, and the machine says whether all engines are fresh."""
@@ -177,16 +218,14 @@ class Watch:
 
     def after_event(self, machine: LoopMachine, *, is_idle: bool) -> None:
         """Check what holds after every event; ``is_idle``: the trainer waits for a batch."""
-        taken = self._num_taken
-        counted = machine.num_slots_taken
+        taken, counted = self._num_taken, machine.num_slots_taken
         self.check("slots", counted == taken, f"{taken} slots are taken, the machine counts {counted}")
         missing = self._schedule.num_groups - self._counts["consumed"] - len(self.alive)
         free = min(self._num_slots - taken, missing) if self._is_fresh else 0
         self.check("wakeup", free <= 0, f"{free} slots stay free at version {self.version}")
         self.check("wakeup", not (is_idle and self._holds_batch), "a complete batch waits for an idle trainer")
-        version = machine.policy_version
+        version, ledger = machine.policy_version, machine.ledger
         self.check("progress", version == self.version, f"the version is {self.version}, the machine says {version}")
-        ledger = machine.ledger
         counts = (ledger.admitted_groups, ledger.trained_groups, ledger.dropped_groups.total(), len(ledger.alive))
         self.check("conservation", counts == self._model_counts, f"ledger {counts}, model {self._model_counts}")
 
@@ -221,6 +260,8 @@ class Watch:
         needed = self._schedule.num_groups
         self.check("same_work", consumed.total() == needed, f"{consumed.total()} groups were consumed, not {needed}")
         self.check("same_work", not self.alive, f"nothing would train {list(self.alive)}")
+        evaluated = [event["step"] for event in surviving(self._events) if event["event"] == "evaluated"]
+        self.check("evaluation", sorted(evaluated) == self._schedule.evaluations, f"evaluated after {evaluated}")
         visits = sampler_prefix(self._schedule, len(lineage["admitted"]))
         self.check("same_work", lineage["admitted"] == visits, f"admitted {lineage['admitted']}, visits {visits}")
         if not self._schedule.drops_groups:
@@ -230,6 +271,10 @@ class Watch:
     @property
     def _num_taken(self) -> int:
         return len(self.alive) + self._num_awaiting
+
+    @property
+    def _versions_held(self) -> set[int]:
+        return {version for version in self.held.values() if version is not None}
 
     @property
     def _is_fresh(self) -> bool:
