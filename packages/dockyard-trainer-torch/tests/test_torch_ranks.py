@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -66,8 +67,13 @@ def rank_main(rank: int, directory: str, model_dir: str) -> None:
             policy.stream_weights(sink)
         except (KeyError, RuntimeError) as error:
             outcome = type(error).__name__
+        snapshot = policy.snapshot()  # collective; writing it is not, and goes on while both ranks step
+        writer = threading.Thread(target=snapshot.write, args=(Path(directory) / "snapshot",))
+        writer.start()
         after = policy.train_step(make_shards(3, num_ranks=2)[rank])
-        policy.restore(Path(directory) / "checkpoint")
+        writer.join()
+        policy.ranks.barrier()
+        policy.restore(Path(directory) / "snapshot")
         again = policy.train_step(make_shards(3, num_ranks=2)[rank])
         report = {"steps": taken, "sink": outcome, "streamed": len(streamed), "is_equal": after == again}
         Path(directory, f"rank{rank}.json").write_text(json.dumps(report))

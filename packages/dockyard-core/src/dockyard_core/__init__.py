@@ -7,12 +7,14 @@ from dockyard_core.errors import (
     ConfigError,
     DataError,
     DockyardError,
+    EngineBusy,
     EngineDead,
     GeneratorError,
     LedgerViolation,
     RefitError,
     RefitTimeout,
     RunStalled,
+    SandboxBusy,
     SandboxError,
     SandboxTimeout,
     SandboxUnavailable,
@@ -20,9 +22,9 @@ from dockyard_core.errors import (
     WeightMismatch,
 )
 from dockyard_core.generator import Completion, EngineHealth, GenerateRequest, Generator, SamplingParams, VersionSpan
-from dockyard_core.policy import Policy, StepMetrics, WeightChunk, WeightSink
+from dockyard_core.policy import Policy, PolicySnapshot, StepMetrics, WeightChunk, WeightSink
 from dockyard_core.rollout import GroupId, Rollout, RolloutGroup, Segment
-from dockyard_core.sandbox import Sandbox
+from dockyard_core.sandbox import ExecResult, Sandbox, SandboxSession, SessionResult, SessionSandbox
 from dockyard_core.task import Task
 from dockyard_core.verdict import TestStatus, Verdict, VerdictStatus
 
@@ -31,14 +33,17 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DockyardError",
+    "EngineBusy",
     "EngineDead",
     "EngineHealth",
+    "ExecResult",
     "GenerateRequest",
     "Generator",
     "GeneratorError",
     "GroupId",
     "LedgerViolation",
     "Policy",
+    "PolicySnapshot",
     "RefitError",
     "RefitTimeout",
     "Rollout",
@@ -46,10 +51,14 @@ __all__ = [
     "RunStalled",
     "SamplingParams",
     "Sandbox",
+    "SandboxBusy",
     "SandboxError",
+    "SandboxSession",
     "SandboxTimeout",
     "SandboxUnavailable",
     "Segment",
+    "SessionResult",
+    "SessionSandbox",
     "StepMetrics",
     "Task",
     "TestStatus",

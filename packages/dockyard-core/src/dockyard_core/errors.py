@@ -7,8 +7,10 @@ DockyardError
 +- SandboxError          the sandbox could not give a verdict
 |  +- SandboxTimeout     the deadline passed without an answer
 |  +- SandboxUnavailable the server cannot be reached or refuses work
+|     +- SandboxBusy     it has too much to do: ask again later
 +- GeneratorError        the inference engine failed
 |  +- EngineDead         the engine's process is gone
+|  +- EngineBusy         it has too much to do: ask again later
 +- RefitError            an engine does not hold the promised policy version
 |  +- RefitTimeout       a refit passed its deadline; names the late rank
 |  +- WeightMismatch     a tensor is unknown, missing, misshapen or corrupt
@@ -49,12 +51,28 @@ class SandboxUnavailable(SandboxError):
     """The sandbox server cannot be reached, or refuses work for now."""
 
 
+class SandboxBusy(SandboxUnavailable):
+    """The sandbox server has too much to do."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class GeneratorError(DockyardError):
     """The inference engine failed to generate or to score."""
 
 
 class EngineDead(GeneratorError):
     """The engine's process is gone; nothing can be asked of it until it is restarted."""
+
+
+class EngineBusy(GeneratorError):
+    """The engine has too much to do; nothing of the request was begun."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 0.1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class RefitError(DockyardError):

@@ -53,6 +53,25 @@ class StepMetrics:
     extra: dict[str, float] = field(default_factory=dict)
 
 
+class PolicySnapshot(Protocol):
+    """The state of a policy at one moment, on one rank; it never changes and can be written at leisure.
+
+    Its methods are not collective: they may run in another thread while the policy steps, and one at a
+    time. A rank that has nothing to write writes nothing.
+    """
+
+    def write(self, directory: Path) -> None:
+        """Write what ``Policy.restore`` reads: weights, optimizer, schedule, RNG and version.
+
+        Raises OSError, and then ``directory`` is as it was before.
+        """
+        ...
+
+    def export(self, directory: Path) -> None:
+        """Write a Hugging Face model directory. Raises OSError."""
+        ...
+
+
 class Policy(Protocol):
     """A policy that can be stepped, read and moved; PyTorch and JAX implement it."""
 
@@ -76,10 +95,14 @@ class Policy(Protocol):
         """Hand every tensor to ``sink``, in the order of the manifest; tied tensors once."""
         ...
 
+    def snapshot(self) -> PolicySnapshot:
+        """Copy what this rank has to write into host memory; the policy may step at once."""
+        ...
+
     def save(self, directory: Path) -> None:
-        """Write weights, optimizer, schedule, RNG and version."""
+        """Write weights, optimizer, schedule, RNG and version: snapshot, write, wait for every rank."""
         ...
 
     def restore(self, directory: Path) -> None:
-        """Read what ``save`` wrote; the next step equals the step after the save."""
+        """Read what ``save`` or ``PolicySnapshot.write`` wrote; the next step equals the step after the save."""
         ...

@@ -14,12 +14,13 @@ import torch
 
 from dockyard_core.batch import BatchShard
 from dockyard_core.errors import ConfigError
-from dockyard_core.policy import StepMetrics, WeightSink
+from dockyard_core.policy import PolicySnapshot, StepMetrics, WeightSink
 from dockyard_trainer_torch import checkpoint, weights
 from dockyard_trainer_torch.config import TorchPolicyConfig
 from dockyard_trainer_torch.model import TokenScorer, load_causal_lm, resolve_model_dir
 from dockyard_trainer_torch.optim import apply_gradients, build_optimizer, learning_rate_at, zero_gradients
 from dockyard_trainer_torch.ranks import Ranks
+from dockyard_trainer_torch.snapshot import take
 from dockyard_trainer_torch.step import forward_backward, score
 
 if TYPE_CHECKING:
@@ -142,9 +143,19 @@ class TorchPolicy:
         """Hand every whole tensor to ``sink`` in the order of ``weight_manifest``, tied ones once."""
         weights.stream(self.causal_lm, sink, dtype=getattr(torch, self.config.dtype), ranks=self.ranks)
 
+    def snapshot(self) -> PolicySnapshot:
+        """Weights, moments, RNG and version as they are now, in the host memory of rank 0."""
+        return take(self)
+
     def save(self, directory: Path) -> None:
-        """Write weights, moments, RNG and version; atomic, and also a Hugging Face model directory."""
-        checkpoint.save(self, Path(directory))
+        """Write weights, moments, RNG and version; atomic, and also a Hugging Face model directory.
+
+        Raises OSError on rank 0 when the disk does not take it; ``directory`` is then as it was.
+        """
+        try:
+            self.snapshot().write(Path(directory))
+        finally:
+            self.ranks.barrier()
 
     def restore(self, directory: Path) -> None:
         """Read what ``save`` wrote; the next step equals the step after the save.

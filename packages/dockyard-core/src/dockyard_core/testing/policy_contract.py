@@ -14,95 +14,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
-from dockyard_core.batch import BatchShard, TrainSequence, pack_batch
-from dockyard_core.policy import Policy, WeightChunk
-from dockyard_core.refit import TensorSpec
+from dockyard_core.batch import pack_batch
+from dockyard_core.policy import WeightChunk
+from dockyard_core.testing.policy_snapshot_contract import PolicySnapshotContract
 
 
 class SinkFailed(Exception):
     """Raised by the contract's own sink."""
 
 
-class PolicyContract:
+class PolicyContract(PolicySnapshotContract):
     """Laws of the ``Policy`` seam on one rank."""
-
-    vocab_size: int = 64
-    weight_atol: float = 2e-6
-    """How far weights may differ where only the order of additions does."""
-    logprob_atol: float = 1e-5
-
-    def make_policy(self) -> Policy:
-        """Return a fresh float32 policy at version 0, equal at every call.
-
-        The loss must be the default one (clip, token mean, no KL, no entropy bonus), the gradient
-        clipped at 1.0 or more, and the optimizer's eps at least 1e-4, so that rounding in a
-        gradient is not blown up to a whole learning rate; learning rate about 1e-3.
-        """
-        raise NotImplementedError
-
-    def manifest(self, policy: Policy) -> Sequence[TensorSpec]:
-        """Return the manifest that ``policy.stream_weights`` must follow."""
-        raise NotImplementedError
-
-    # ---- material --------------------------------------------------------------------------------
-
-    def sequences(self, seed: int = 0, count: int = 8) -> list[TrainSequence]:
-        """Groups of 4: one prompt, completions of 1 to 8 tokens, the last two of them equal.
-
-        The third of a group has advantage 0, and an untrained token inside if it is long enough.
-        """
-        rng = np.random.default_rng(seed)
-        made: list[TrainSequence] = []
-        for index in range(count):
-            if index % 4 == 0:
-                prompt = rng.integers(0, self.vocab_size, int(rng.integers(1, 9)))
-            if index % 4 != 3:
-                completion = rng.integers(0, self.vocab_size, int(rng.integers(1, 9)))
-            token_ids = np.concatenate([prompt, completion])
-            mask = np.arange(len(token_ids)) >= len(prompt)
-            mask[len(prompt) + 1 : len(prompt) + 2] = index % 4 != 2
-            noise = rng.normal(0, 0.1, len(token_ids))
-            made.append(
-                TrainSequence(
-                    token_ids_T=token_ids,
-                    loss_mask_T=mask,
-                    sampled_logprobs_T=np.where(mask, noise - math.log(self.vocab_size), 0).astype(np.float32),
-                    advantage=0.0 if index % 4 == 2 else float(rng.normal()),
-                )
-            )
-        return made
-
-    def shard(self, seed: int = 0, *, micro_batch_tokens: int = 4096, row_length: int | None = None) -> BatchShard:
-        """The sequences of a seed, packed for one rank."""
-        (shard,) = pack_batch(self.sequences(seed), micro_batch_tokens=micro_batch_tokens, row_length=row_length)
-        return shard
-
-    def weights(self, policy: Policy) -> dict[str, np.ndarray]:
-        """A copy of every streamed tensor by name."""
-        held: dict[str, np.ndarray] = {}
-
-        def sink(chunk: WeightChunk) -> None:
-            whole = held.setdefault(chunk.name, np.zeros(chunk.global_shape, np.float32))
-            array = np.from_dlpack(chunk.array)
-            place = tuple(slice(start, start + size) for start, size in zip(chunk.offset, array.shape, strict=True))
-            whole[place] = array
-
-        policy.stream_weights(sink)
-        return held
-
-    def assert_equal_weights(self, one: Policy, other: Policy, *, atol: float = 0.0) -> None:
-        """Raise AssertionError unless both policies hold the same weights."""
-        left, right = self.weights(one), self.weights(other)
-        assert left.keys() == right.keys()
-        for name, array in left.items():
-            np.testing.assert_allclose(array, right[name], rtol=0, atol=atol, err_msg=name)
-
-    # ---- laws ------------------------------------------------------------------------------------
 
     def test_a_step_advances_the_version_by_one_and_moves_the_weights(self) -> None:
         policy, untouched = self.make_policy(), self.make_policy()
@@ -215,19 +140,6 @@ class PolicyContract:
         one.train_step(self.shard(1))
         other.train_step(self.shard(1))
         self.assert_equal_weights(one, other)
-
-    def test_after_a_restore_the_next_step_is_the_one_after_the_save(self, tmp_path: Path) -> None:
-        policy = self.make_policy()
-        policy.train_step(self.shard(0))
-        policy.train_step(self.shard(3))
-        policy.save(tmp_path / "checkpoint")
-        wanted = policy.train_step(self.shard(1))
-        restored = self.make_policy()
-        restored.train_step(self.shard(2))  # other moments, another step count: nothing of them stays
-        restored.restore(tmp_path / "checkpoint")
-        assert restored.version == 2
-        assert restored.train_step(self.shard(1)) == wanted
-        self.assert_equal_weights(policy, restored)
 
     def test_the_stream_is_the_manifest_in_its_order_each_tensor_once(self) -> None:
         policy = self.make_policy()

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from typing import TypeVar
 
-from dockyard_core.sandbox import Sandbox
+from dockyard_core.errors import SandboxError
+from dockyard_core.sandbox import ExecResult, Sandbox, SandboxSession, SessionResult, SessionSandbox
 from dockyard_core.task import Task
 from dockyard_core.verdict import TestStatus, Verdict, VerdictStatus
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,3 +117,114 @@ class SandboxContract:
         ids = [uuid.uuid4().hex] * 2
         first, second = self._judge([case.gold_patch] * 2, task=case.task, attempt_ids=ids)
         assert (first.status, dict(first.tests)) == (second.status, dict(second.tests))
+
+
+class SessionContract:
+    """For a sandbox that has sessions; subclass beside `SandboxContract`."""
+
+    def make_case(self) -> SandboxCase:
+        """Return the task; called once per test."""
+        raise NotImplementedError
+
+    def open_session_sandbox(self) -> AbstractAsyncContextManager[SessionSandbox]:
+        """Return a context manager that yields a ready sandbox."""
+        raise NotImplementedError
+
+    def _in_session(self, work: Callable[[SandboxSession], Awaitable[T]]) -> T:
+        async def run() -> T:
+            async with self.open_session_sandbox() as sandbox, sandbox.session(self.make_case().task) as session:
+                return await work(session)
+
+        return asyncio.run(run())
+
+    async def _apply(self, session: SandboxSession, patch: str) -> ExecResult:
+        await session.write("change.patch", patch.encode())
+        return await session.exec("git apply change.patch; code=$?; rm change.patch; exit $code")
+
+    def test_a_session_that_changes_nothing_ends_like_an_empty_patch(self) -> None:
+        """The diff is empty, and the verdict is a score."""
+        result = self._in_session(lambda session: session.finish())
+        assert result.patch == ""
+        assert result.verdict.status.is_scorable, result
+        assert not result.verdict.is_resolved
+
+    def test_a_session_that_makes_the_gold_change_resolves(self) -> None:
+        """Files changed by commands are the patch."""
+
+        async def work(session: SandboxSession) -> SessionResult:
+            done = await self._apply(session, self.make_case().gold_patch)
+            assert done.exit_code == 0, done
+            return await session.finish()
+
+        result = self._in_session(work)
+        assert result.verdict.status is VerdictStatus.RESOLVED, result
+        assert result.patch.strip()
+
+    def test_a_finished_sessions_patch_is_judged_like_any_patch(self) -> None:
+        """`judge` on the patch that a session reports gives the session's verdict."""
+        case = self.make_case()
+
+        async def run() -> tuple[Verdict, Verdict]:
+            async with self.open_session_sandbox() as sandbox:
+                async with sandbox.session(case.task) as session:
+                    await self._apply(session, case.wrong_patch)
+                    result = await session.finish()
+                return result.verdict, await sandbox.judge(case.task, result.patch, attempt_id=uuid.uuid4().hex)
+
+        first, second = asyncio.run(run())
+        assert (first.status, dict(first.tests)) == (second.status, dict(second.tests))
+
+    def test_what_is_written_is_read_back(self) -> None:
+        """Any bytes, under any directory."""
+        content = bytes(range(256)) * 10
+
+        async def work(session: SandboxSession) -> bytes:
+            await session.write("new/directory/data.bin", content)
+            return await session.read("new/directory/data.bin")
+
+        assert self._in_session(work) == content
+
+    def test_commands_share_the_tree_and_report_their_end(self) -> None:
+        """Exit codes and output are the command's; files stay from one command to the next."""
+
+        async def work(session: SandboxSession) -> tuple[ExecResult, ExecResult]:
+            await session.exec("echo kept > left-behind")
+            return await session.exec("cat left-behind; echo oops >&2; exit 3"), await session.exec("kill -9 $$")
+
+        failed, killed = self._in_session(work)
+        assert (failed.exit_code, failed.output) == (3, "kept\noops\n")
+        assert killed.exit_code == -9
+
+    def test_a_command_past_its_deadline_is_stopped(self) -> None:
+        """The session goes on."""
+
+        async def work(session: SandboxSession) -> tuple[ExecResult, ExecResult]:
+            return await session.exec("sleep 100", timeout_s=0.5), await session.exec("echo on")
+
+        slow, after = self._in_session(work)
+        assert slow.timed_out
+        assert (after.output, after.timed_out) == ("on\n", False)
+
+    def test_the_held_out_tests_are_not_in_the_session(self) -> None:
+        """Their file names are nowhere in the tree, unless the base has them."""
+        case = self.make_case()
+        new = [line[6:] for line in case.task.test_patch.splitlines() if line.startswith("+++ b/")]
+        old = [line[6:] for line in case.task.test_patch.splitlines() if line.startswith("--- a/")]
+
+        async def work(session: SandboxSession) -> list[str]:
+            return (await session.exec("find . -type f")).output.splitlines()
+
+        present = self._in_session(work)
+        assert [path for path in new if path not in old and f"./{path}" in present] == []
+
+    def test_a_file_that_is_not_there_is_an_error_and_the_session_goes_on(self) -> None:
+        """A mistake of the agent costs it one call."""
+
+        async def work(session: SandboxSession) -> str:
+            try:
+                await session.read("no/such/file")
+            except SandboxError:
+                return (await session.exec("echo on")).output
+            raise AssertionError("reading a file that is not there must raise SandboxError")
+
+        assert self._in_session(work) == "on\n"
