@@ -6,8 +6,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import BaseModel, ConfigDict
 
 from dockyard_core.errors import ConfigError, GeneratorError
 from dockyard_inference import TransformersConfig, TransformersGenerator, VllmGenerator, load_generator
@@ -25,7 +27,7 @@ def test_vllm_is_found_by_name() -> None:
 
 
 def test_an_unknown_backend_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="must be one of transformers, vllm, got 'vlm'"):
+    with pytest.raises(ConfigError, match=r"must be one of transformers, vllm, or package\.module:Class, got 'vlm'"):
         load_generator("vlm", {"model": "m"})
 
 
@@ -39,6 +41,62 @@ def test_a_missing_engine_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_refused_value_is_one_line_with_the_valid_keys(values: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="max_model_len") as caught:
         load_generator("transformers", values)
+    assert "\n" not in str(caught.value)
+
+
+class OwnConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    model: str
+
+
+class OwnEngine(TransformersGenerator):
+    """As a user's module may define it."""
+
+    def __init__(self, values: Any) -> None:
+        self.given = values
+        super().__init__(TransformersConfig(model=OwnConfig.model_validate(values).model))
+
+
+class HalfAnEngine:
+    async def start(self) -> None: ...
+
+    def generate(self, request: object) -> None: ...
+
+
+@pytest.fixture
+def own_module(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(sys.modules, "own_engines", sys.modules[__name__])
+    return "own_engines"
+
+
+def test_an_engine_of_ones_own_is_called_with_the_mapping(own_module: str) -> None:
+    generator = load_generator(f"{own_module}:OwnEngine", {"model": "m"})
+    assert isinstance(generator, OwnEngine)
+    assert generator.given == {"model": "m"}
+    own = OwnConfig(model="m")
+    assert load_generator(f"{own_module}:OwnEngine", own).given is own  # type: ignore[attr-defined]
+
+
+def test_a_value_that_an_own_engine_refuses_is_one_line(own_module: str) -> None:
+    with pytest.raises(ConfigError, match=r"^generation \(own_engines:OwnEngine\): dtype: .* got 'float32'$"):
+        load_generator(f"{own_module}:OwnEngine", {"model": "m", "dtype": "float32"})
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("a b:C", "or package.module:Class, got 'a b:C'; choose one"),
+        ("own_engines:", "or package.module:Class, got 'own_engines:'; choose one"),
+        ("no_such_module:C", "must name an importable module, got 'no_such_module'"),
+        ("own_engines:Nothing", "must name a class, got 'Nothing', which own_engines does not define"),
+        ("own_engines:pytest", "must name a class, got 'pytest', which own_engines holds but is none"),
+        ("own_engines:HalfAnEngine", "without generate, score, pause, resume, connect_refit, refit, health, shutdown,"),
+    ],
+)
+def test_a_bad_import_path_is_one_line(own_module: str, path: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_generator(path, {"model": "m"})
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dockyard_core.errors import EngineBusy
 from dockyard_core.generator import GenerateRequest, SamplingParams
 from dockyard_core.testing.generator_contract import GeneratorContract, GeneratorHarness
 from dockyard_inference import TransformersConfig, TransformersGenerator
@@ -67,3 +68,26 @@ def test_a_request_that_is_cancelled_during_its_first_prefill_leaves_the_engine_
     cancelled, *answers = asyncio.run(work())
     assert isinstance(cancelled, asyncio.CancelledError)
     assert [(answer.finish_reason, len(answer.token_ids)) for answer in answers] == [("length", 8)] * 5
+
+
+def test_beyond_its_queue_an_engine_says_that_it_is_busy_and_begins_nothing(make_model: Callable[..., Path]) -> None:
+    async def work() -> None:
+        config = TransformersConfig(
+            model=str(make_model("qwen2", is_tied=True)), max_model_len=64, max_num_seqs=2, max_queued=3
+        )
+        generator = TransformersGenerator(config)
+        await generator.start()
+        await generator.pause()
+        sampling = SamplingParams(max_new_tokens=2)
+        requests = [GenerateRequest(request_id=f"{i}", prompt_token_ids=(3, 4), sampling=sampling) for i in range(6)]
+        waiting = [asyncio.create_task(generator.generate(request)) for request in requests[:5]]
+        await asyncio.sleep(0)
+        with pytest.raises(EngineBusy, match="max_queued is 3"):
+            await generator.generate(requests[5])
+        await generator.resume()
+        completions = await asyncio.gather(*waiting)
+        assert [len(completion.token_ids) for completion in completions] == [2] * 5
+        assert len((await generator.generate(requests[5])).token_ids) == 2
+        await generator.shutdown()
+
+    asyncio.run(work())

@@ -20,6 +20,8 @@ class TransformersConfig(BaseModel):
     """Prompt and completion together, tokens."""
     max_num_seqs: int = Field(default=256, ge=1)
     """Sequences that are sampled at once; later ones wait."""
+    max_queued: int | None = Field(default=None, ge=0)
+    """Requests that may wait; a further one is refused with EngineBusy. None = any number."""
     batch_window_s: float = Field(default=0.002, ge=0)
     """Requests that arrive within this time are prefilled as one batch."""
     seed: int = 0

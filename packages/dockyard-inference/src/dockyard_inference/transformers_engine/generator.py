@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from dockyard_core.errors import EngineDead, GeneratorError
+from dockyard_core.errors import EngineBusy, EngineDead, GeneratorError
 from dockyard_core.generator import Completion, EngineHealth, GenerateRequest, PauseMode
 from dockyard_core.refit import RefitEndpoint, RefitReport, RefitUpdate
 from dockyard_inference.fence import Fence
@@ -69,9 +69,11 @@ class TransformersGenerator:
         self._thread.shutdown(wait=True)
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion."""
+        """Sample one completion. Raises EngineBusy when ``max_queued`` requests wait already."""
         await self._fence.passed()
         self._check_running()
+        if self.config.max_queued is not None and len(self._waiting) >= self.config.max_queued + self._num_free:
+            raise EngineBusy(f"{len(self._waiting)} requests wait already, max_queued is {self.config.max_queued}")
         room = self.config.max_model_len - len(request.prompt_token_ids)
         if not request.prompt_token_ids or room < 1:
             raise GeneratorError(
@@ -192,11 +194,14 @@ class TransformersGenerator:
             self._cohorts.remove(cohort)
 
     def _admit(self) -> None:
-        num_free = self.config.max_num_seqs - sum(len(cohort.sequences) for cohort in self._cohorts)
         ready = [sequence for sequence in self._waiting if not sequence.is_cancelled]
-        admitted, self._waiting = ready[:num_free], ready[max(0, num_free) :]
+        admitted, self._waiting = ready[: self._num_free], ready[self._num_free :]
         if admitted:
             self._cohorts.append(Cohort(self._model, admitted))
+
+    @property
+    def _num_free(self) -> int:
+        return max(0, self.config.max_num_seqs - sum(len(cohort.sequences) for cohort in self._cohorts))
 
     def _deliver(self, sequence: LiveSequence) -> None:
         if sequence.is_cancelled:

@@ -19,6 +19,8 @@ class VllmConfig(BaseModel):
     """Prompt and completion together, tokens. ``score`` takes one token less."""
     max_num_seqs: int = Field(default=256, ge=1)
     """Sequences sampled in one step; large batches are what makes a small model fast."""
+    max_queued: int | None = Field(default=None, ge=0)
+    """Requests that may wait besides; a further one is refused with EngineBusy. None = any number."""
     max_num_batched_tokens: int = Field(default=8192, ge=1)
     """Tokens computed in one step, prompts included."""
     kv_cache_gib: float = Field(default=1.0, gt=0)
@@ -43,6 +45,11 @@ class VllmConfig(BaseModel):
     of its own deadline, for processing what was loaded."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's ``AsyncEngineArgs``, by name."""
+
+    @property
+    def max_live(self) -> float:
+        """Requests under way beyond which a further one is refused."""
+        return float("inf") if self.max_queued is None else self.max_num_seqs + self.max_queued
 
     @property
     def num_workers(self) -> int:

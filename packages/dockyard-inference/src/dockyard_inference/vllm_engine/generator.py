@@ -11,7 +11,7 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from dockyard_core.errors import EngineDead, GeneratorError, RefitTimeout, WeightMismatch
+from dockyard_core.errors import EngineBusy, EngineDead, GeneratorError, RefitTimeout, WeightMismatch
 from dockyard_core.generator import Completion, EngineHealth, GenerateRequest, PauseMode
 from dockyard_core.refit import RefitEndpoint, RefitReport, RefitUpdate
 from dockyard_inference.fence import Fence, Transaction
@@ -83,7 +83,9 @@ class VllmGenerator:
             stop_engine(engine)
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion."""
+        """Sample one completion. Raises EngineBusy when ``max_queued`` requests wait already."""
+        if len(self._live) >= self.config.max_live:
+            raise EngineBusy(f"{len(self._live)} requests are under way, max_queued is {self.config.max_queued}")
         from vllm.inputs import tokens_input
 
         async with self._admitted(request.request_id):
@@ -157,8 +159,7 @@ class VllmGenerator:
                 await self._abort_live()
 
     async def _refit(self, update: RefitUpdate, transaction: Transaction) -> RefitReport:
-        started = time.perf_counter()
-        info = asdict(update) | {"manifest": [list(spec) for spec in update.manifest]}
+        started, info = time.perf_counter(), asdict(update) | {"manifest": [list(spec) for spec in update.manifest]}
         if self._is_loading:  # before prepare, so that it reports to no update
             self._is_loading, self._asked = False, "finish_weight_update"
             with suppress(GeneratorError), engine_errors():
@@ -182,8 +183,8 @@ class VllmGenerator:
         """Whether the engine lives, and at which version."""
         engine = self._engine
         is_alive = engine is not None and not engine.errored
-        detail = self._fence.reason or ("" if is_alive else "the engine is not running")
-        return EngineHealth(is_alive, self._version, len(self._live), detail)
+        why = self._fence.reason or ("" if is_alive else "the engine is not running")
+        return EngineHealth(is_alive, self._version, len(self._live), why)
 
     async def _transfer(self, info: dict[str, Any], update: RefitUpdate) -> tuple[list[Any], dict[str, float]]:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -295,6 +296,5 @@ class VllmGenerator:
     def _salt(self) -> str:
         return self._label(self._incarnation, self._version)
 
-    @staticmethod
-    def _label(incarnation: int, version: int) -> str:
+    def _label(self, incarnation: int, version: int) -> str:
         return f"{incarnation}.{version}"
