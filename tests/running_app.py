@@ -87,6 +87,10 @@ class RunningApp:
         assert len(found) == 1, found
         return int(found[0].split()[0])
 
+    def pids_of(self, words: str) -> list[int]:
+        """Process ids of the processes of this app whose command line has ``words``, oldest first."""
+        return sorted(int(line.split()[0]) for line in self._alive() if words in line)
+
     def _alive(self) -> list[str]:
         wanted = f"{_MARK}={self.mark}".encode()
         found = []

@@ -8,7 +8,15 @@ import pytest
 
 from dockyard_core import ConfigError
 from dockyard_grpo.config import dump_config, load_config
-from dockyard_grpo.resume import RestorePoint, check_same_run, find_restore_point, loop_sizes, read_rows, roll_back
+from dockyard_grpo.resume import (
+    RestorePoint,
+    check_same_run,
+    find_restore_point,
+    loop_sizes,
+    read_rows,
+    roll_back,
+    sampler_state,
+)
 from dockyard_grpo.run_directory import RunDirectory
 
 
@@ -18,7 +26,8 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 
 def checkpoint(run: RunDirectory, step: int, *, keep_last: int = 2, frontier: int = 0) -> Path:
     loop = {
-        "step": step, "machine": {"ledger": {"frontier": frontier}}, "dataset": "abc",
+        "step": step, "machine": {"ledger": {"frontier": frontier}}, "dataset": "abc", "incarnation": 0,
+        "events_bytes": run.size("events"), "sampler": {"num_tasks": 3, "seed": 0, "epoch": 1, "position": 2},
         "sizes": loop_sizes(load_config(None, [])),
     }  # fmt: skip
 
@@ -69,7 +78,6 @@ def test_pruning_never_removes_the_checkpoint_just_written(run: RunDirectory) ->
 
 
 def test_rows_after_the_restore_point_move_aside_and_the_rest_stays(run: RunDirectory) -> None:
-    checkpoint(run, 1, frontier=4)
     events = [
         {"seq": 0, "event": "admitted", "group": "a#0", "num_rollouts": 2},
         {"seq": 1, "event": "dropped", "group": "a#0", "num_rollouts": 2},
@@ -78,16 +86,20 @@ def test_rows_after_the_restore_point_move_aside_and_the_rest_stays(run: RunDire
         {"seq": 4, "event": "admitted", "group": "c#0", "num_rollouts": 2},
         {"seq": 5, "event": "dropped", "group": "c#0", "num_rollouts": 2},
     ]
+    write_rows(run.path / "events.jsonl", events[:4])
+    checkpoint(run, 1, frontier=4)
     write_rows(run.path / "events.jsonl", events)
     with (run.path / "events.jsonl").open("a") as file:
         file.write('{"seq": 6, "eve')  # the kill came in the middle of a line
     write_rows(run.path / "metrics.jsonl", [{"step": 1}, {"step": 2}])
     rollouts = [
-        {"task": "a", "repetition": 0, "step": None}, {"task": "b", "repetition": 0, "step": 1},
-        {"task": "c", "repetition": 0, "step": None}, {"task": "d", "repetition": 0, "step": 2},
+        {"task": "a", "repetition": 0, "step": None, "seq": 1}, {"task": "b", "repetition": 0, "step": 1},
+        {"task": "c", "repetition": 0, "step": None, "seq": 5}, {"task": "d", "repetition": 0, "step": 2},
     ]  # fmt: skip
     write_rows(run.path / "rollouts.jsonl", rollouts)
-    assert roll_back(run.path, find_restore_point(run.path)) == 3
+    point = find_restore_point(run.path)
+    assert (point.incarnation, point.next_seq) == (1, 6)
+    assert roll_back(run.path, point) == 3
     assert read_rows(run.path / "metrics.jsonl") == [{"step": 1}]
     assert [row["task"] for row in read_rows(run.path / "rollouts.jsonl")] == ["a", "b"]
     assert [row["task"] for row in read_rows(run.path / "rollouts.rolled_back.jsonl")] == ["c", "d"]
@@ -110,10 +122,28 @@ def test_a_resumed_run_keeps_the_sizes_of_its_loop(run: RunDirectory, override: 
         check_same_run(point, load_config(None, [override]), "abc")
 
 
-def test_another_dataset_is_refused(run: RunDirectory) -> None:
+def test_a_checkpoint_stands_for_the_events_before_it_even_if_they_are_gone(run: RunDirectory) -> None:
+    lines = [{"seq": number, "event": "admitted", "group": f"{number}#0", "num_rollouts": 2} for number in range(5)]
+    write_rows(run.path / "events.jsonl", lines[:3])
+    checkpoint(run, 1, frontier=3)
+    write_rows(run.path / "events.jsonl", [*lines, {"seq": 5, "event": "restored", "incarnation": 1, "frontier": 3}])
+    content = (run.path / "events.jsonl").read_bytes()
+    start = json.loads((run.path / "checkpoints/latest/loop.json").read_text())["events_bytes"]
+    (run.path / "events.jsonl").write_bytes(b"?" * (start - 1) + b"\n" + content[start:])
+    point = find_restore_point(run.path)
+    assert (point.step, point.incarnation, point.next_seq) == (1, 2, 6)
+
+
+def test_another_dataset_is_refused_unless_asked_for(run: RunDirectory) -> None:
     checkpoint(run, 2)
-    with pytest.raises(ConfigError, match="another training set"):
+    with pytest.raises(ConfigError, match=r"another training set.*data\.accept_change=true"):
         check_same_run(find_restore_point(run.path), load_config(None, []), "other")
+    point = find_restore_point(run.path)
+    check_same_run(point, load_config(None, ["data.accept_change=true"]), "other")
+    assert point.loop is not None
+    assert sampler_state(point.loop, "abc", 3) == {"num_tasks": 3, "seed": 0, "epoch": 1, "position": 2}
+    # Its repetitions are of no epoch before: no identity is given twice.
+    assert sampler_state(point.loop, "other", 7) == {"num_tasks": 7, "seed": 0, "epoch": 2, "position": 0}
     check_same_run(RestorePoint(1, None, None), load_config(None, []), "other")
 
 

@@ -1,7 +1,8 @@
 """`uv run apps/grpo [train|config|doctor] [--config FILE] [key=value ...]`; no arguments train the quickstart.
 
-Exit codes: 0 done, 2 the user's mistake (one clear line), 1 ours, 128 + n stopped by signal n (130 for
-Ctrl-C): the first one finishes the step, saves and stops; the second one stops now.
+Exit codes: 0 done, 2 the user's mistake (one clear line), 1 ours, 75 saved and stopped in time for
+checkpoint.must_save_by (resume it), 128 + n stopped by signal n (130 for Ctrl-C): the first one finishes the
+step, saves and stops; the second one stops now.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ examples:
   uv run apps/grpo policy.model=DIR data.train=TASKS.jsonl
   uv run apps/grpo doctor                                before the first run
 """
+OUT_OF_TIME = 75
+"""EX_TEMPFAIL of sysexits.h: try again later."""
 _ONLY = {"yaml": "config", "explain": "config", "json": "doctor"}
 
 
@@ -150,6 +153,8 @@ def _run(options: _Options) -> int:
     if uses_quickstart(options.file, options.overrides):
         print("quickstart: a tiny policy learns to fix one-line bugs; its reward is pytest in a sandbox")
     outcome = train(config)
+    if outcome.is_out_of_time:
+        return OUT_OF_TIME
     return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by
 
 

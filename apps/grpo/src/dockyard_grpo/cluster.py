@@ -1,16 +1,17 @@
-"""Three fleets in Ray placement groups: trainer SPREAD, inference PACK, sandbox SPREAD."""
+"""Three fleets in Ray placement groups: trainer SPREAD, inference PACK, sandbox SPREAD, each on nodes of its role."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
-from dataclasses import dataclass
+import time
 from pathlib import Path
 from typing import Any
 
 from dockyard_core import ConfigError
 from dockyard_grpo.config import Config
+from dockyard_grpo.placement import Fleet, Placement, Row, by_size, label_selector
 
 # Read when Ray is first imported, so nothing else of the app may import it earlier. Ray re-launches
 # workers through `uv run` by default, which would sync the environment again.
@@ -25,21 +26,10 @@ _RAY_ENVIRONMENT = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fleet:
-    """How many bundles of which size, and how Ray places them."""
-
-    role: str
-    count: int
-    cpus: int
-    gpus: int
-    strategy: str
-    num_threads: int
-
-    @property
-    def bundle(self) -> dict[str, float]:
-        """Resources of one member."""
-        return {"CPU": float(self.cpus), **({"GPU": float(self.gpus)} if self.gpus else {})}
+SYSTEM_CONFIG = {"max_direct_call_object_size": 8 << 10}
+"""Ray sends smaller results along with the answer, into the caller's heap: the driver gets summaries, no tokens."""
+_TRIAL_S = 10.0
+_PLACE_S = 120.0
 
 
 def plan_fleets(config: Config, num_gpus: int) -> tuple[Fleet, Fleet, Fleet]:
@@ -95,32 +85,51 @@ def start_ray(config: Config, folder: Path) -> int:
         config: of the run.
         folder: where a Ray started here keeps its sessions and logs.
     """
-    assert "ray" not in sys.modules, "Ray reads these variables when it is imported"
+    # A run whose trainer died starts Ray again, and finds them as it set them.
+    is_set = all(name in os.environ for name in _RAY_ENVIRONMENT)
+    assert is_set or "ray" not in sys.modules, "Ray reads these variables when it is imported"
     os.environ.update({name: os.environ.get(name, value) for name, value in _RAY_ENVIRONMENT.items()})
     # Container images like to set this; without bytecode an engine starts in twice the time, every time.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     import ray
 
     if config.cluster.address is not None:
-        try:
-            ray.init(address=config.cluster.address, log_to_driver=False, logging_level="ERROR")
-        except ConnectionError as error:
-            raise ConfigError(
-                f"cluster.address must name a running Ray cluster, got {config.cluster.address!r}; "
-                "start one with `ray start --head`, or leave the key out"
-            ) from error
+        _join(config.cluster.address)
     else:
         # Logical CPUs: on a small machine the fleets share the cores, as the operating system lets them.
         needed = sum(fleet.count * fleet.cpus for fleet in plan_fleets(config, num_gpus=1 << 20))
         ray.init(
             num_cpus=max(needed, os.cpu_count() or 1),
             object_store_memory=config.cluster.object_store_mib << 20,
+            _system_config=SYSTEM_CONFIG,
             include_dashboard=False,
             _temp_dir=str(folder),
             log_to_driver=False,
             logging_level="ERROR",
         )
     return int(ray.cluster_resources().get("GPU", 0))
+
+
+def _join(address: str) -> None:
+    import ray
+
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except ConnectionError as error:
+        if "AuthToken" in str(error.__cause__):
+            raise ConfigError(
+                f"cluster.address must name a cluster whose token this machine gives, got {address!r}; set "
+                "RAY_AUTH_MODE=token, and copy ~/.ray/auth_token from its head"
+            ) from error
+        raise ConfigError(
+            f"cluster.address must name a running Ray cluster, got {address!r}; "
+            "start one with `ray start --head`, or leave the key out"
+        ) from error
+    except RuntimeError as error:  # no Ray on this machine, or another version of Python or of Ray
+        raise ConfigError(
+            f"cluster.address must name a cluster that this machine can join, got {address!r}: {error}; join it first "
+            f"with `ray start --address={address}`"
+        ) from error
 
 
 def stop_ray() -> None:
@@ -131,21 +140,69 @@ def stop_ray() -> None:
         ray.shutdown()
 
 
-async def place(fleet: Fleet, *, timeout_s: float = 120.0) -> Any:
-    """Reserve the fleet's bundles. Raises ConfigError when they cannot be had in time."""
-    import ray
+async def place(placement: Placement) -> dict[str, Any]:
+    """Reserve the bundles of every fleet; role -> placement group. Raises ConfigError when Ray has no place for one.
+
+    Ray chooses among the nodes of the fleet's role, and again when a node is lost. Where fleets share
+    nodes it may choose badly; then each bundle is bound to the node of the plan.
+    """
+    from ray.util.placement_group import remove_placement_group
+
+    rows = {row.fleet.role: row for row in placement.rows}
+    order = [rows[fleet.role] for fleet in by_size([row.fleet for row in placement.rows])]
+    trials = [(False, _TRIAL_S), (True, _PLACE_S)] if len(placement.nodes) > 1 else [(False, _PLACE_S)]
+    for is_bound, timeout_s in trials:
+        groups = {row.fleet.role: _reserve(row, placement, is_bound) for row in order}
+        late = await _wait_for(groups, timeout_s)
+        if not late:
+            return groups
+        for group in groups.values():
+            remove_placement_group(group)
+    fleet = rows[late[0]].fleet
+    raise ConfigError(
+        f"the {fleet.role} fleet needs {fleet.count} x {fleet.bundle}, which Ray could not place in "
+        f"{_PLACE_S:.0f} s, though there was room; see who else uses the cluster"
+    )
+
+
+def places(placement: Placement, groups: dict[str, Any]) -> str:
+    """Where Ray placed the members of every fleet, in their order: ``trainer a, b; inference b``."""
+    from ray.util.placement_group import placement_group_table
+
+    names = {node.id: node.name for node in placement.nodes}
+    fleets = []
+    for row in placement.rows:
+        node_of = placement_group_table(groups[row.fleet.role])["bundles_to_node_id"]
+        fleets.append(f"{row.fleet.role} {', '.join(names[node_of[index]] for index in range(row.fleet.count))}")
+    return "; ".join(fleets)
+
+
+def _reserve(row: Row, placement: Placement, is_bound: bool) -> Any:
     from ray.util.placement_group import placement_group
 
-    group = placement_group([fleet.bundle] * fleet.count, strategy=fleet.strategy, name=f"dockyard-{fleet.role}")
-    try:
-        async with asyncio.timeout(timeout_s):
-            await group.ready()
-    except TimeoutError as error:
-        raise ConfigError(
-            f"the {fleet.role} fleet needs {fleet.count} x {fleet.bundle}, which Ray could not place in "
-            f"{timeout_s:.0f} s ({ray.available_resources()} free); add nodes or lower the cluster section"
-        ) from error
-    return group
+    fleet, selector = row.fleet, label_selector(row.fleet.role, placement.nodes)
+    selectors = [selector] * fleet.count if selector else []
+    if is_bound:
+        planned = [node for node, count in row.planned.items() for _ in range(count)]
+        selectors = [{"ray.io/node-id": node} for node in planned]
+    return placement_group(
+        [fleet.bundle] * fleet.count,
+        strategy=fleet.strategy,
+        name=f"dockyard-{fleet.role}",
+        bundle_label_selector=selectors or None,
+    )
+
+
+async def _wait_for(groups: dict[str, Any], timeout_s: float) -> list[str]:
+    """Roles whose group Ray has not created in time."""
+    from ray.util.placement_group import placement_group_table
+
+    deadline = time.monotonic() + timeout_s
+    while late := [role for role, group in groups.items() if placement_group_table(group).get("state") != "CREATED"]:
+        if time.monotonic() > deadline:
+            break
+        await asyncio.sleep(0.05)
+    return late
 
 
 def spawn(worker: type, fleet: Fleet, group: Any, index: int, *args: Any, **kwargs: Any) -> Any:
@@ -165,6 +222,13 @@ def spawn(worker: type, fleet: Fleet, group: Any, index: int, *args: Any, **kwar
         "runtime_env": {"env_vars": environment},
     }
     return ray.remote(worker).options(**options).remote(*args, **kwargs)
+
+
+def kill(actor: Any) -> None:
+    """End an actor at once; harmless when it is gone already."""
+    import ray
+
+    ray.kill(actor, no_restart=True)
 
 
 def spawn_beside_driver(worker: type, *args: Any) -> Any:

@@ -61,6 +61,11 @@ class SandboxServer(Protocol):
         """Base URL."""
         ...
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        ...
+
     def stop(self) -> int:
         """End it and everything it started; returns its exit code."""
         ...
@@ -125,14 +130,6 @@ def weight_manifest(policy: Policy) -> tuple[TensorSpec, ...]:
     return weight_manifest(policy)
 
 
-def export_hf(policy: Policy, directory: Path) -> None:
-    """Hugging Face safetensors, config and tokenizer."""
-    from dockyard_trainer_torch import TorchPolicy, export_hf
-
-    assert isinstance(policy, TorchPolicy)
-    export_hf(policy, directory)
-
-
 def build_sender(config: Config, num_engine_ranks: int) -> Sender:
     """The sending side of the collective transport, rank 0 of its group."""
     from dockyard_inference.sender import CollectiveSender
@@ -147,7 +144,7 @@ def null_sink(chunk: WeightChunk) -> None:
 
 
 async def start_generator(config: Config, *, engine_index: int) -> Engine:
-    """Start the engine of `generation.backend` in this process."""
+    """Start the engine of `generation.backend` in this process; one by import path gets the generic values."""
     from dockyard_inference import load_generator
 
     section = config.generation
@@ -158,6 +155,8 @@ async def start_generator(config: Config, *, engine_index: int) -> Engine:
         "max_num_seqs": section.max_num_seqs,
         "seed": config.run.seed * 1000 + engine_index,
     }
+    if section.max_queued is not None:
+        values["max_queued"] = section.max_queued
     if section.backend == "vllm":
         values |= {
             "kv_cache_gib": section.kv_cache_gib,
@@ -172,18 +171,25 @@ async def start_generator(config: Config, *, engine_index: int) -> Engine:
     return generator
 
 
-def build_sandbox_client(config: Config, url: str) -> Sandbox:
-    """HTTP client of one server."""
+def build_sandbox_client(config: Config, url: str, token: str | None) -> Sandbox:
+    """HTTP client of one server; ``token`` is the driver's to know: nodes need no copy of sandbox.token_file."""
     from dockyard_sandbox import SandboxClient
 
-    return SandboxClient(url, token=read_token(config), timeout_s=config.sandbox.timeout_s)
+    return SandboxClient(url, token=token, timeout_s=config.sandbox.timeout_s, raises_busy=True)
 
 
-def start_sandbox_server(config: Config, root: Path) -> SandboxServer:
-    """A `dockyard-sandbox serve` process on a free port of this node."""
+def start_sandbox_server(config: Config, root: Path, token_file: Path, port: int = 0) -> SandboxServer:
+    """A `dockyard-sandbox serve` process on this node, which the other nodes reach; port 0 = a free one."""
     from dockyard_sandbox import start_server
 
-    return start_server(root, workers=config.sandbox.num_workers, min_isolation=config.sandbox.min_isolation)
+    return start_server(
+        root,
+        host=_own_address(config),
+        port=port,
+        workers=config.sandbox.num_workers,
+        min_isolation=config.sandbox.min_isolation,
+        token_file=token_file,
+    )
 
 
 def local_isolation(minimum: str | None) -> str:
@@ -211,10 +217,18 @@ def isolation_levels() -> tuple[str, ...]:
 
 
 def check_engine_installed(config: Config) -> None:
-    """Raise ConfigError naming the extra unless what ``generation.backend`` requires is there; imports no engine."""
-    from dockyard_inference import BACKENDS
+    """Raise ConfigError unless what ``generation.backend`` names is there.
 
-    backend = BACKENDS[config.generation.backend]
+    A known name is looked up without importing its engine; a ``package.module:Class`` is imported, so
+    that its mistakes show now.
+    """
+    from dockyard_inference import BACKENDS
+    from dockyard_inference.registry import find_engine_class
+
+    backend = BACKENDS.get(config.generation.backend)
+    if backend is None:
+        find_engine_class(config.generation.backend)
+        return
     if find_spec(backend.requires) is None:
         raise ConfigError(
             f"generation.backend={config.generation.backend} needs the module {backend.requires}, which is not "

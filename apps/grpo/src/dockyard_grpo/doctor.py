@@ -205,7 +205,7 @@ def _ray(config: Config, answer: Answer) -> Iterator[Finding]:
         needed = sum(fleet.count * fleet.cpus for fleet in _plan(config))
         yield Finding("ok", "ray", f"{answer[0]}, started here with {max(needed, os.cpu_count() or 1)} logical CPUs")
         return
-    host, _, port = address.removeprefix("ray://").rpartition(":")
+    host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         yield Finding("ok", "ray", f"{answer[0]}, joins {address!r}")
         return

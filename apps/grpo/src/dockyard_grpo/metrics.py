@@ -10,6 +10,7 @@ from typing import Any
 from dockyard_core import StepMetrics
 from dockyard_core.refit import ProbeDiff
 from dockyard_grpo.summary import GroupSummary, RolloutSummary
+from dockyard_grpo.usage import Usage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,8 @@ class StepTimes:
 
     wait_s: float
     """The trainer waited for finished groups."""
+    head_of_line_s: float
+    """Of that, while enough groups were finished, but an older one was still under way."""
     train_s: float
     refit_s: float
     step_s: float
@@ -30,6 +33,8 @@ class StepTimes:
 class Evaluation:
     """What held-out tasks say, and the versions that answered."""
 
+    step: int
+    """Steps that were done when it began."""
     summaries: tuple[GroupSummary, ...]
     version_min: int
     version_max: int
@@ -39,6 +44,12 @@ class Evaluation:
         return f"resolved {'-' if rate is None else format(rate, '.3f')} of {self.fields['val_num_rollouts']} rollouts"
 
     @property
+    def versions(self) -> str:
+        """The versions that answered, in words."""
+        first, last = self.version_min, self.version_max
+        return f"version {first}" if first == last else f"versions {first} to {last}"
+
+    @property
     def fields(self) -> dict[str, float | None]:
         """The val_* fields; invalid rollouts do not vote, and without a valid one the rates are None."""
         rollouts = [r for summary in self.summaries for r in summary.rollouts if r.invalid_cause is None]
@@ -46,6 +57,7 @@ class Evaluation:
             "val_reward_mean": _mean([r.reward for r in rollouts]),
             "val_resolved_rate": _mean([float(r.status == "resolved") for r in rollouts]),
             "val_num_rollouts": len(rollouts),
+            "val_step": self.step,
             "val_policy_version_min": self.version_min,
             "val_policy_version_max": self.version_max,
         }
@@ -58,8 +70,9 @@ def step_row(
     groups: Sequence[GroupSummary],
     staleness: Sequence[Sequence[int | None]],
     dropped: dict[str, int],
-    probe: ProbeDiff,
+    probe: ProbeDiff | None,
     times: StepTimes,
+    usage: Usage,
 ) -> dict[str, Any]:
     """Assemble a row.
 
@@ -69,8 +82,9 @@ def step_row(
         groups: the step's groups.
         staleness: per group, per rollout, at consumption.
         dropped: cause -> rollouts dropped since the start of the run.
-        probe: |engine − trainer| logprobs at the same version, after the step's refit.
+        probe: |engine − trainer| logprobs at the same version, after the step's refit; None = no engine served.
         times: seconds.
+        usage: of the fleets, during the step.
     """
     lags = [lag for group in staleness for lag in group if lag is not None]
     num_signal_groups = sum(_has_signal(summary) for summary in groups)
@@ -91,14 +105,18 @@ def step_row(
         "kl_ref": trained.kl_ref,
         "staleness_mean": _mean([float(lag) for lag in lags]),
         "staleness_max": max(lags, default=0),
-        "refit_probe_abs_diff_mean": probe.abs_diff_mean,
-        "refit_probe_abs_diff_max": probe.abs_diff_max,
+        "refit_probe_abs_diff_mean": None if probe is None else probe.abs_diff_mean,
+        "refit_probe_abs_diff_max": None if probe is None else probe.abs_diff_max,
         "offpolicy_abs_diff_mean": trained.offpolicy_abs_diff_mean,
         "offpolicy_abs_diff_max": trained.offpolicy_abs_diff_max,
         "dropped": dropped,
         "time_train_s": times.train_s,
         "time_refit_s": times.refit_s,
         "time_wait_s": times.wait_s,
+        "time_head_of_line_s": times.head_of_line_s,
+        "utilization_trainer": min(1.0, times.train_s / max(times.step_s, 1e-9)),
+        "utilization_inference": usage.inference,
+        "utilization_sandbox": usage.sandbox,
         "step_s": times.step_s,
         "wall_s": times.wall_s,
         "tokens_per_s": sum(r.num_sampled_tokens for r in rollouts) / max(times.step_s, 1e-9),

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
@@ -119,8 +120,34 @@ def check_reward(config: Config) -> str:
 
 def check_engine(config: Config) -> str:
     """Raise ConfigError unless what generation.backend requires is installed; returns the backend."""
-    compose.check_engine_installed(config)
-    return config.generation.backend
+    backend, had_ray = config.generation.backend, sys.modules.get("ray") is not None
+    try:
+        compose.check_engine_installed(config)
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's module may raise anything
+        raise ConfigError(
+            f"generation.backend must import, got {backend!r}: {type(error).__name__}: {error}; mend the module"
+        ) from error
+    if not had_ray and sys.modules.get("ray") is not None:
+        raise ConfigError(
+            f"generation.backend must not import ray with its module, got {backend!r}: Ray is set up before it is "
+            "imported; import it in start()"
+        )
+    return backend
+
+
+def check_cluster(config: Config) -> str:
+    """Raise ConfigError unless this machine can be a node of cluster.address; returns what is joined."""
+    address = config.cluster.address
+    if address is None:
+        return "none to join: Ray is started here"
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"cluster.address must be the address of Ray's head, HOST:PORT, got {address!r}: a run writes its files "
+            "on a node of the cluster; join it with `ray start --address=HOST:6379` and name that address"
+        )
+    return f"joins {address}"
 
 
 def check_gpus(config: Config) -> str:
@@ -223,6 +250,7 @@ CHECKS: Mapping[str, Callable[[Config], str]] = MappingProxyType(
         "run directory": check_run_dir,
         "reward": check_reward,
         "engine": check_engine,
+        "cluster": check_cluster,
         "GPUs": check_gpus,
         "git": check_git,
         "sandbox": check_sandbox,

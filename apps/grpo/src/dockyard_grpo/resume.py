@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dockyard_core import ConfigError
-from dockyard_core.loop import surviving
 from dockyard_grpo.config import Config
 
 
@@ -24,6 +23,8 @@ class RestorePoint:
     checkpoint: Path | None
     loop: Mapping[str, Any] | None
     """loop.json of the checkpoint: step, state machine, sampler, dataset fingerprint."""
+    next_seq: int = 0
+    """Number of the next event of the ledger."""
 
     @property
     def step(self) -> int:
@@ -36,19 +37,35 @@ def find_restore_point(run: Path) -> RestorePoint:
 
     An incomplete or damaged one is passed over for the one before it.
     """
-    incarnation = 1 + sum(event["event"] == "restored" for event in read_rows(run / "events.jsonl"))
-    for checkpoint in sorted((run / "checkpoints").glob("step-*"), reverse=True):
+    steps = {path: step for path in (run / "checkpoints").glob("step-*") if (step := step_of(path)) is not None}
+    for checkpoint in sorted(steps, key=lambda path: steps[path], reverse=True):
         if is_complete(checkpoint):
-            return RestorePoint(incarnation, checkpoint, json.loads((checkpoint / "loop.json").read_text()))
-    return RestorePoint(incarnation, None, None)
+            loop = json.loads((checkpoint / "loop.json").read_text())
+            # The checkpoint stands for all events before it: a long run is taken up as fast as a short one.
+            tail = read_rows(run / "events.jsonl", start=loop["events_bytes"])
+            frontier = loop["machine"]["ledger"]["frontier"]
+            return RestorePoint(1 + loop["incarnation"] + _num_restores(tail), checkpoint, loop, frontier + len(tail))
+    events = read_rows(run / "events.jsonl")
+    return RestorePoint(1 + _num_restores(events), None, None, len(events))
+
+
+def _num_restores(events: Sequence[Mapping[str, Any]]) -> int:
+    return sum(event["event"] == "restored" for event in events)
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """The step that a checkpoint's name gives; None for any other name."""
+    digits = checkpoint.name.removeprefix("step-")
+    is_name = checkpoint.name.startswith("step-") and digits.isascii() and digits.isdigit()
+    return int(digits) if is_name else None
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether every file of the manifest is there with its hash."""
+    """Whether every file of the manifest is there with its hash, the loop's state among them."""
     try:
-        manifest = json.loads((checkpoint / "manifest.json").read_text())
-        return all(sha256(checkpoint / name) == digest for name, digest in manifest["sha256"].items())
-    except (FileNotFoundError, json.JSONDecodeError, KeyError):
+        hashes: Mapping[str, str] = json.loads((checkpoint / "manifest.json").read_text())["sha256"]
+        return "loop.json" in hashes and all(sha256(checkpoint / name) == digest for name, digest in hashes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # gone, unreadable, or no manifest of ours
         return False
 
 
@@ -74,11 +91,20 @@ def check_same_run(point: RestorePoint, config: Config, fingerprint: str) -> Non
             f"a resumed run keeps the sizes of its loop: {', '.join(changed)}; leave them as they were, or start a "
             f"new run with policy.model={point.checkpoint}/hf"
         )
-    if point.loop is not None and point.loop["dataset"] != fingerprint:
+    if point.loop is not None and point.loop["dataset"] != fingerprint and not config.data.accept_change:
         raise ConfigError(
             f"the run was made with another training set (fingerprint {point.loop['dataset'][:12]}, now "
-            f"{fingerprint[:12]}); give the same data.train, or start a new run with policy.model={point.checkpoint}/hf"
+            f"{fingerprint[:12]}); give the same data.train, say data.accept_change=true, or start a new run with "
+            f"policy.model={point.checkpoint}/hf"
         )
+
+
+def sampler_state(loop: Mapping[str, Any], fingerprint: str, num_tasks: int) -> dict[str, int]:
+    """Where the sampler goes on; over another dataset it starts an epoch that no group has had."""
+    state: dict[str, int] = dict(loop["sampler"])
+    if loop["dataset"] != fingerprint:
+        state |= {"num_tasks": num_tasks, "epoch": state["epoch"] + 1, "position": 0}
+    return state
 
 
 def roll_back(run: Path, point: RestorePoint) -> int:
@@ -89,30 +115,28 @@ def roll_back(run: Path, point: RestorePoint) -> int:
     """
     complete_last_line(run / "events.jsonl")
     for checkpoint in (run / "checkpoints").glob("step-*"):
-        if checkpoint.name > f"step-{point.step:06d}":  # damaged, or it would be the restore point
+        if (step_of(checkpoint) or 0) > point.step:  # damaged, or it would be the restore point
             checkpoint.rename(checkpoint.with_name(f"damaged-{checkpoint.name}-{point.incarnation}"))
-    kept_drops = {
-        event["group"]
-        for event in surviving(read_rows(run / "events.jsonl"))
-        if event["event"] == "dropped" and event["seq"] < _frontier(point)
-    }
+    frontier = _frontier(point)
 
     def is_kept_metric(row: Mapping[str, Any]) -> bool:
         return int(row["step"]) <= point.step
 
     def is_kept_rollout(row: Mapping[str, Any]) -> bool:
         if row["step"] is None:
-            return f"{row['task']}#{row['repetition']}" in kept_drops
+            return int(row["seq"]) < frontier
         return int(row["step"]) <= point.step
 
     return _keep(run / "metrics.jsonl", is_kept_metric) + _keep(run / "rollouts.jsonl", is_kept_rollout)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Objects of a JSONL file; a last line that a crash cut short does not count."""
+def read_rows(path: Path, *, start: int = 0) -> list[dict[str, Any]]:
+    """Objects of a JSONL file from byte ``start`` on; a last line that a crash cut short does not count."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    with path.open("rb") as file:
+        file.seek(start)
+        return [json.loads(line) for line in file.read().split(b"\n")[:-1]]
 
 
 def complete_last_line(path: Path) -> None:
@@ -132,16 +156,24 @@ def _frontier(point: RestorePoint) -> int:
 
 
 def _keep(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> int:
+    """Line by line: rollouts.jsonl may be larger than the memory."""
     complete_last_line(path)
-    rows = read_rows(path)
-    lost = [row for row in rows if not is_kept(row)]
-    if lost:
-        with path.with_suffix(".rolled_back.jsonl").open("a", encoding="utf-8") as aside:
-            aside.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in lost)
-        partial = path.with_suffix(".partial")
-        with partial.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows if is_kept(row))
+    if not path.exists():
+        return 0
+    partial, aside = path.with_suffix(".partial"), path.with_suffix(".rolled_back.jsonl")
+    num_lost = 0
+    with path.open("rb") as rows, partial.open("wb") as kept, aside.open("ab") as lost:
+        for line in rows:
+            is_lost = not is_kept(json.loads(line))
+            (lost if is_lost else kept).write(line)
+            num_lost += is_lost
+        for file in (lost, kept):
             file.flush()
             os.fsync(file.fileno())
+    if num_lost:
         partial.replace(path)
-    return len(lost)
+    else:
+        partial.unlink()
+    if aside.stat().st_size == 0:
+        aside.unlink()
+    return num_lost

@@ -22,6 +22,8 @@ from dockyard_core import (
 from dockyard_core.agent import Agent
 from dockyard_core.reward import RewardConfig, score_rollout
 
+_NO_WORK = ("queue", "total")
+
 
 class RolloutWorker:
     """One agent, one engine, one front to the sandboxes."""
@@ -43,17 +45,18 @@ class RolloutWorker:
         self._max_new_tokens = max_new_tokens
         self._timeout_s = timeout_s
 
-    async def run_group(self, task: Task, group_id: GroupId, num_rollouts: int, attempt: str) -> RolloutGroup:
+    async def run_group(self, task: Task, group_id: GroupId, num_rollouts: int) -> RolloutGroup:
         """Run ``num_rollouts`` rollouts of one task side by side.
+
+        A rollout's id is its identity, ``task#repetition/index``: one that runs anew has the same.
 
         Args:
             task: the problem.
             group_id: the group's identity.
             num_rollouts: its size.
-            attempt: prefix of the rollout ids, unique in the life of the sandbox servers.
         """
         running = [
-            asyncio.create_task(self._run_rollout(task, f"{attempt}/{group_id}/{index}", str(group_id)))
+            asyncio.create_task(self._run_rollout(task, f"{group_id}/{index}", str(group_id)))
             for index in range(num_rollouts)
         ]
         try:
@@ -80,9 +83,23 @@ class RolloutWorker:
 
 
 class SandboxFleet:
-    """Several servers as one: a task always goes to the same one, whose verdict cache knows it."""
+    """Several servers as one: a task always goes to the same one, whose verdict cache knows it.
 
-    def __init__(self, sandboxes: Sequence[Sandbox]) -> None:
+    Args:
+        sandboxes: one client per server.
+        attempt: prefix of the attempt ids, unique in the life of the servers, which may outlive a run and
+            know the ids of its rollouts: a new life asks anew.
+    """
+
+    def __init__(self, sandboxes: Sequence[Sandbox], attempt: str) -> None:
+        self._attempt = attempt
+        self._num_calls = 0
+        self.work_s = 0.0
+        """Seconds that servers worked on the verdicts; what they had cached cost none."""
+        self.use(sandboxes)
+
+    def use(self, sandboxes: Sequence[Sandbox]) -> None:
+        """From now on ask these servers."""
         if not sandboxes:
             raise ValueError("a run needs at least 1 sandbox server, got 0")
         self._sandboxes = tuple(sandboxes)
@@ -90,7 +107,13 @@ class SandboxFleet:
     async def judge(self, task: Task, patch: str, *, attempt_id: str) -> Verdict:
         """See `dockyard_core.Sandbox.judge`."""
         index = sum(task.instance_id.encode()) % len(self._sandboxes)
-        return await self._sandboxes[index].judge(task, patch, attempt_id=attempt_id)
+        # Numbered: a rollout that runs anew in this life is another attempt.
+        self._num_calls += 1
+        unique = f"{self._attempt}/{self._num_calls}/{attempt_id}"
+        verdict = await self._sandboxes[index].judge(task, patch, attempt_id=unique)
+        if not verdict.cached:
+            self.work_s += sum(seconds for stage, seconds in verdict.duration_s.items() if stage not in _NO_WORK)
+        return verdict
 
 
 def _unfinished(task: Task, rollout_id: str, cause: str, seconds: float, detail: str = "") -> Rollout:

@@ -16,8 +16,9 @@ from types import TracebackType
 from typing import IO, Any
 
 from dockyard_core import ConfigError
+from dockyard_grpo import checkpoint_files
 from dockyard_grpo.config import Config, dump_config
-from dockyard_grpo.resume import sha256
+from dockyard_grpo.retention import Retention
 
 
 class RunDirectory:
@@ -27,6 +28,10 @@ class RunDirectory:
         self.path = path
         self.holds_run = False
         """Whether an earlier life of this run left its files here."""
+        self.opened_at = time.monotonic()
+        """When this process took the directory, for `checkpoint.must_save_by`."""
+        self.is_out_of_time = False
+        """Whether the run stopped because of it."""
         self._files: dict[str, IO[str]] = {}
 
     @classmethod
@@ -48,10 +53,14 @@ class RunDirectory:
         return run
 
     def write_config(self, config: Config, *, incarnation: int) -> None:
-        """Write config.yaml; that of the life before stays as ``config.<incarnation>.yaml``."""
+        """Write config.yaml; that of the life before stays as ``config.<incarnation>.yaml``.
+
+        A life begins here: what an earlier one left half-written among the checkpoints is removed.
+        """
         current = self.path / "config.yaml"
         try:
-            (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            checkpoint_files.sweep(self.checkpoints)
             if self.holds_run and current.exists():
                 current.rename(self.path / f"config.{incarnation - 1}.yaml")
             # Loading this file makes a run like this one; it does not go on with it.
@@ -72,6 +81,17 @@ class RunDirectory:
         self._files[name].write(json.dumps(_finite(row), allow_nan=False) + "\n")
         self._files[name].flush()
 
+    def size(self, name: str) -> int:
+        """Bytes of ``<name>.jsonl``."""
+        path = self.path / f"{name}.jsonl"
+        return path.stat().st_size if path.exists() else 0
+
+    def close_files(self) -> None:
+        """Let go of the files, which a new life may replace; they open again when they are needed."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
     def sync(self, name: str) -> None:
         """Commit point: what was appended to ``<name>.jsonl`` is on disk when this returns."""
         if name in self._files:
@@ -84,30 +104,36 @@ class RunDirectory:
             path.rename(path.with_name(f"timeline.{len(list(self.path.glob('timeline*.json')))}.json"))
         path.write_text(json.dumps(trace))
 
-    def checkpoint(self, step: int, write: Callable[[Path], None], *, keep_last: int) -> Path:
-        """Write ``checkpoints/step-NNNNNN`` aside, add a manifest of hashes, fsync, rename.
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of `checkpoint_files`."""
+        return self.path / "checkpoints"
 
-        A reader sees a complete checkpoint or none; ``latest`` names the newest complete one.
+    def commit_checkpoint(self, partial: Path, loop_state: str, metrics: Mapping[str, Any]) -> Path:
+        """Make a written checkpoint the newest complete one; returns its path.
+
+        A reader sees a complete checkpoint or none; ``latest`` names the newest complete one. The rows it
+        vouches for are on disk first. Raises OSError, and then no other checkpoint has changed.
+
+        Args:
+            partial: from `checkpoint_files.open_partial`.
+            loop_state: text of loop.json.
+            metrics: row of its step; what is no finite number becomes null.
         """
-        final = self.path / "checkpoints" / f"step-{step:06d}"
-        aside = final.with_name(f".{final.name}.partial")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        write(aside)
-        files = sorted(path for path in aside.rglob("*") if path.is_file())
-        hashes = {str(path.relative_to(aside)): sha256(path) for path in files}
-        (aside / "manifest.json").write_text(json.dumps({"step": step, "sha256": hashes}, indent=1))
-        for path in [*files, aside / "manifest.json"]:
-            _fsync(path)
-        shutil.rmtree(final, ignore_errors=True)  # of an earlier life, damaged: else it would be resumed from
-        aside.rename(final)
-        link = final.parent / ".latest.partial"
-        link.unlink(missing_ok=True)
-        link.symlink_to(final.name)
-        link.rename(final.parent / "latest")
-        _fsync(final.parent)
-        for old in sorted(path for path in final.parent.glob("step-*") if path.name <= final.name)[:-keep_last]:
-            shutil.rmtree(old)
+        for name in ("metrics", "events"):
+            self.sync(name)
+        (partial / "loop.json").write_text(loop_state, encoding="utf-8")
+        return checkpoint_files.commit(partial, _finite(metrics))
+
+    def checkpoint(self, step: int, write: Callable[[Path], None], *, keep_last: int) -> Path:
+        """Write a whole checkpoint in this thread: ``write`` fills the folder, loop.json included."""
+        partial = checkpoint_files.open_partial(self.checkpoints, step)
+        try:
+            write(partial)
+            final = checkpoint_files.commit(partial, {})
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)  # there is one only if something raised
+        checkpoint_files.prune(self.checkpoints, Retention(keep_last=keep_last), newest=step)
         return final
 
     def __enter__(self) -> RunDirectory:
@@ -116,16 +142,7 @@ class RunDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for file in self._files.values():
-            file.close()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        self.close_files()
 
 
 def _finite(value: Any) -> Any:
@@ -134,4 +151,6 @@ def _finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
     return value

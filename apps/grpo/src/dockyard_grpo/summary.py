@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from dockyard_core import GroupId, Rollout, RolloutGroup
 from dockyard_core.loop import Member
@@ -14,7 +15,10 @@ class RolloutSummary:
 
     reward: float
     invalid_cause: str | None
+    unshaped_reward: float
+    """Before penalties and bonuses: what dynamic sampling looks at."""
     oldest_version: int | None
+    newest_version: int | None
     num_sampled_tokens: int
     finish_reason: str
     status: str
@@ -29,7 +33,7 @@ class RolloutSummary:
     @property
     def member(self) -> Member:
         """What the loop's state machine needs of it."""
-        return Member(self.invalid_cause, self.oldest_version)
+        return Member(self.invalid_cause, self.oldest_version, self.unshaped_reward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,16 @@ class GroupSummary:
 
     group_id: GroupId
     rollouts: tuple[RolloutSummary, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRun:
+    """A group that ended: what the driver may know of it, and where the rest is."""
+
+    engine: str
+    summary: GroupSummary
+    payload: Any
+    """Reference to the `RolloutGroup`."""
 
 
 def summarize(group: RolloutGroup) -> GroupSummary:
@@ -49,7 +63,9 @@ def _summarize_rollout(rollout: Rollout) -> RolloutSummary:
     return RolloutSummary(
         reward=rollout.reward,
         invalid_cause=rollout.invalid_cause,
+        unshaped_reward=rollout.unshaped_reward,
         oldest_version=rollout.first_policy_version if rollout.num_sampled_tokens else None,
+        newest_version=rollout.last_policy_version if rollout.num_sampled_tokens else None,
         num_sampled_tokens=rollout.num_sampled_tokens,
         finish_reason=rollout.finish_reason,
         status=str(rollout.verdict.status),

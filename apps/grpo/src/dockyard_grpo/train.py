@@ -20,6 +20,7 @@ from dockyard_grpo.fleets import Fleets
 from dockyard_grpo.pipeline import Pipeline
 from dockyard_grpo.preflight import check, check_repositories
 from dockyard_grpo.progress import Reporter, make_reporter
+from dockyard_grpo.recovery import Budget, TrainerLost
 from dockyard_grpo.resume import RestorePoint, check_same_run, find_restore_point
 from dockyard_grpo.run_directory import RunDirectory
 from dockyard_grpo.tracker import Tracker, make_tracker
@@ -33,7 +34,9 @@ class Outcome:
 
     run: Path
     stopped_by: signal.Signals | None
-    """The signal that ended it in order before its last step; None = it is done."""
+    """The signal that ended it in order before its last step; None = it is done, or out of time."""
+    is_out_of_time: bool = False
+    """It stopped for checkpoint.must_save_by, and wants to be resumed."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class _Job:
     tracker: Tracker
     training: tuple[Task, ...]
     validation: tuple[Task, ...]
-    point: RestorePoint | None
+    budget: Budget
 
 
 def train(config: Config) -> Outcome:
@@ -62,28 +65,44 @@ def train(config: Config) -> Outcome:
         RunDirectory.create(config) as run,
         make_reporter(config.logging.console, config.run.max_steps) as reporter,
     ):
-        point = find_restore_point(run.path) if run.holds_run else None
-        if point is not None:
-            check_same_run(point, config, dataset_fingerprint(training))
-            if point.step >= config.run.max_steps:
-                reporter.say(f"{_short(run.path)} is done after {point.step} steps; to go on, raise run.max_steps")
-                return Outcome(run.path, None)
-        run.write_config(config, incarnation=point.incarnation if point is not None else 0)
         reporter.say(f"run directory {_short(run.path)}: {len(training)} training, {len(validation)} held-out tasks")
         with closing(make_tracker(config.logging.trackers, run.path, report=reporter.say)) as tracker:
-            stopped_by = _run_fleets(_Job(config, run, reporter, tracker, training, validation, point))
-        if stopped_by is None:
+            job = _Job(config, run, reporter, tracker, training, validation, Budget(config.recovery))
+            stopped_by = _live(job)
+        if stopped_by is None and not run.is_out_of_time:
             reporter.say(f"done: {_short(run.path)} (checkpoints/latest/hf loads with transformers and vLLM)")
-    return Outcome(run.path, stopped_by)
+    return Outcome(run.path, stopped_by, run.is_out_of_time)
 
 
-def _run_fleets(job: _Job) -> signal.Signals | None:
+def _live(job: _Job) -> signal.Signals | None:
+    """Live once, and again from the last checkpoint whenever the trainer dies and may be recovered."""
+    while True:
+        run, config = job.run, job.config
+        run.close_files()
+        run.holds_run = run.holds_run or (run.path / "events.jsonl").exists()
+        point = find_restore_point(run.path) if run.holds_run else None
+        if point is not None:
+            check_same_run(point, config, dataset_fingerprint(job.training))
+            if point.step >= config.run.max_steps:
+                job.reporter.say(f"{_short(run.path)} has its {point.step} steps; to go on, raise run.max_steps")
+                return None
+        run.write_config(config, incarnation=point.incarnation if point is not None else 0)
+        try:
+            return _run_fleets(job, point)
+        except* TrainerLost as lost:
+            if config.recovery.trainer == "stop" or not job.budget.spend():
+                raise
+            reason = lost.exceptions[0]
+        job.reporter.say(f"a trainer rank died ({reason}); going on from the last checkpoint")
+
+
+def _run_fleets(job: _Job, point: RestorePoint | None) -> signal.Signals | None:
     scratch.sweep()
     folder = scratch.make("ray")
     guard = reaper.start(folder)
     try:
         num_gpus = start_ray(job.config, folder)
-        return asyncio.run(_run(job, num_gpus))
+        return asyncio.run(_run(job, point, num_gpus))
     except (UserError, KeyboardInterrupt, asyncio.CancelledError):
         raise
     except BaseException:
@@ -96,15 +115,25 @@ def _run_fleets(job: _Job) -> signal.Signals | None:
         guard.wait()
 
 
-async def _run(job: _Job, num_gpus: int) -> signal.Signals | None:
+async def _run(job: _Job, point: RestorePoint | None, num_gpus: int) -> signal.Signals | None:
     fleets = Fleets()
     with _signals() as received:
         try:
             fleets.start_recorder(job.run)
             await fleets.start(job.config, num_gpus, job.training, job.validation, job.reporter)
-            pipeline = Pipeline(job.config, fleets, job.run, job.reporter, job.tracker, job.training, job.validation)
+            pipeline = Pipeline(
+                job.config,
+                fleets,
+                job.run,
+                job.reporter,
+                job.tracker,
+                job.training,
+                job.validation,
+                budget=job.budget,
+                point=point,
+            )
             received.on_first(pipeline.request_stop)
-            done = await pipeline.run(job.point)
+            done = await pipeline.run()
             await fleets.flush()
             return received.first if done < job.config.run.max_steps else None
         finally:

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dockyard_core import Rollout, RolloutGroup
+from dockyard_grpo import group_files
+from dockyard_grpo.storage_errors import reason_of
+from dockyard_grpo.summary import GroupSummary, summarize
 
 
 class Recorder:
@@ -21,14 +24,14 @@ class Recorder:
         """Append the rollouts of groups that left the loop; returns how many.
 
         Args:
-            fields: one mapping per group: ``step`` and ``dropped``, which its rollouts share, and
+            fields: one mapping per group: ``step``, ``dropped`` and ``seq``, which its rollouts share, and
                 ``staleness`` and ``advantage``, one per rollout.
             groups: in the same order.
         """
         count = 0
         with self._path.open("a", encoding="utf-8") as file:
             for common, group in zip(fields, groups, strict=True):
-                shared = {"step": common["step"], "dropped": common["dropped"]}
+                shared = {"step": common["step"], "dropped": common["dropped"], "seq": common["seq"]}
                 each = zip(group.rollouts, common["staleness"], common["advantage"], strict=True)
                 for rollout, lag, advantage in each:
                     row = {**_row(group, rollout), **shared, "staleness": lag, "advantage": advantage}
@@ -44,6 +47,19 @@ class Recorder:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+
+    def write_groups(self, path: Path, *groups: RolloutGroup) -> str | None:
+        """Write whole groups, one per line; returns None, or why the disk did not take them."""
+        try:
+            group_files.write_groups(path, groups)
+        except OSError as error:
+            return reason_of(error)
+        return None
+
+    def load_group(self, path: Path, index: int) -> tuple[GroupSummary, RolloutGroup]:
+        """The group of one line of what `write_groups` wrote, for two references (``num_returns=2``)."""
+        group = group_files.read_group(path, index)
+        return summarize(group), group
 
 
 def _row(group: RolloutGroup, rollout: Rollout) -> dict[str, Any]:

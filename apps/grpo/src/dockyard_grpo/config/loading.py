@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
@@ -55,6 +56,10 @@ _NAMES_ELSEWHERE = {
     "tp_size": "generation.tensor_parallel_size",
     "train_batch_size": "grpo.num_prompts_per_step",
 }
+
+
+_TIME = re.compile(r"^(checkpoint\.must_save_by=)([\d:]+)$")
+"""An override that YAML would read as a number to the base of 60."""
 
 
 class Layers(NamedTuple):
@@ -152,7 +157,7 @@ def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
         if not sign or not key.strip() or key.startswith("-"):
             raise ConfigError(f"an override is section.key=value, got {override!r}; see: uv run apps/grpo --help")
     try:
-        return OmegaConf.from_dotlist(list(overrides))
+        return OmegaConf.from_dotlist([_TIME.sub(r"\1'\2'", override) for override in overrides])
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"an override cannot be read: {_one_line(error)}; quote the value") from error
 

@@ -15,6 +15,7 @@ from dockyard_grpo.config.sections import (
     GrpoSection,
     LoggingSection,
     PolicySection,
+    RecoverySection,
     RefitSection,
     RunSection,
     SandboxSection,
@@ -36,6 +37,7 @@ class Config(Section):
     cluster: ClusterSection = ClusterSection()
     checkpoint: CheckpointSection = CheckpointSection()
     refit: RefitSection = RefitSection()
+    recovery: RecoverySection = RecoverySection()
     logging: LoggingSection = LoggingSection()
     run: RunSection = RunSection()
 
@@ -66,10 +68,10 @@ class Config(Section):
                 f"sandbox.token_file={self.sandbox.token_file} is for a server of yours, got sandbox.url=null; "
                 "set sandbox.url, or leave the token out"
             )
-        if self.cluster.address is not None and self.sandbox.url is None:
+        if self.grpo.max_replaced_per_step is not None and not self.grpo.dynamic_sampling:
             raise ValueError(
-                f"cluster.address={self.cluster.address} needs sandbox.url, got null: a server that a run starts "
-                "listens on its own node only; start one with: dockyard-sandbox serve --host … --token-file …"
+                f"grpo.max_replaced_per_step={self.grpo.max_replaced_per_step} bounds dynamic sampling, got "
+                "grpo.dynamic_sampling=false; set it to true, or leave the bound out"
             )
         if self.generation.backend != "vllm" and self.generation.tensor_parallel_size > 1:
             raise ValueError(

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from dockyard_grpo.deadline import SaveBy
 
 Count = Annotated[int, Ge(1)]
 Seconds = Annotated[float, Gt(0)]
@@ -24,6 +26,12 @@ def _whole_path(value: str) -> str:
     """
     path = Path(value).expanduser()
     return str(path.absolute()) if path.exists() else value
+
+
+def _engine_name(value: str) -> str:
+    if value not in ("vllm", "transformers") and ":" not in value:
+        raise ValueError(f"must be vllm or transformers, or package.module:Class, got {value!r}; choose one")
+    return value
 
 
 LocalOrName = Annotated[str, AfterValidator(_whole_path)]
@@ -61,16 +69,24 @@ class PolicySection(Section):
 class GenerationSection(Section):
     """The engines that sample rollouts. Nothing here may bias the importance ratio."""
 
-    backend: Literal["vllm", "transformers"] = Field("vllm", description="Inference engine.")
+    backend: Annotated[str, AfterValidator(_engine_name)] = Field(
+        "vllm", description="Inference engine: vllm, transformers, or package.module:Class of your own."
+    )
     temperature: Annotated[float, Gt(0)] = Field(1.0, description="Sampling temperature of rollouts.")
     max_new_tokens: Count = Field(1024, description="Sampled tokens per rollout; a longer one is truncated.")
     max_model_len: Count = Field(4096, description="Prompt and completion together, tokens.")
     max_num_seqs: Count = Field(256, description="Sequences an engine decodes at once.")
+    max_queued: Annotated[int, Ge(0)] | None = Field(
+        None, description="Requests that may wait in an engine besides; more are asked again later. null = any number."
+    )
     num_engines: Count = Field(1, description="Engine replicas.")
     tensor_parallel_size: Count = Field(1, description="Devices per engine.")
     kv_cache_gib: Annotated[float, Gt(0)] = Field(1.0, description="Memory for cached keys and values, GiB per device.")
     enforce_eager: bool = Field(True, description="No graph capture, no compilation: starts fastest.")
     num_threads: Count | None = Field(None, description="CPU threads of an engine; null = the fleet's share.")
+    per_request_seeds: bool = Field(
+        False, description="Seed each rollout by its identity, so that a re-run one samples the same; slower."
+    )
     top_p: float = Field(1.0, description="Refused below 1: it biases the importance ratio.")
     top_k: int = Field(-1, description="Refused unless -1: it biases the importance ratio.")
     min_p: float = Field(0.0, description="Refused unless 0: it biases the importance ratio.")
@@ -115,6 +131,12 @@ class GrpoSection(Section):
     baseline: Literal["leave_one_out", "mean"] = Field("leave_one_out", description="Advantage baseline.")
     scale: Literal["std", "none"] = Field("std", description="Advantage scale.")
     rollout_timeout_s: Seconds = Field(600.0, description="Wall-clock deadline of a rollout; past it: invalid.")
+    dynamic_sampling: bool = Field(
+        False, description="Replace groups whose unshaped rewards are all equal: they carry no signal (DAPO)."
+    )
+    max_replaced_per_step: Count | None = Field(
+        None, description="Groups that dynamic sampling replaces per step at most; null = 2 num_prompts_per_step."
+    )
 
 
 class DataSection(Section):
@@ -125,11 +147,17 @@ class DataSection(Section):
     prompt_template: Literal["auto", "numbered", "plain", "chat"] = Field("auto", description="Prompt renderer.")
     max_prompt_tokens: Count | None = Field(None, description="null = max_model_len - max_new_tokens.")
     limit: Count | None = Field(None, description="Use the first so many training rows.")
+    accept_change: bool = Field(
+        False, description="Resume with other tasks than before; groups of tasks that are gone are dropped."
+    )
 
 
 class EvaluationSection(Section):
     """Held-out evaluation; uses no slots."""
 
+    mode: Literal["pinned", "live"] = Field(
+        "pinned", description="pinned: a refit waits for it; live: it runs on, its versions are recorded."
+    )
     every_steps: Count | None = Field(None, description="Steps between evaluations; null = start and end only.")
     num_tasks: Count = Field(64, description="Held-out tasks per evaluation.")
     num_generations: Count = Field(1, description="Rollouts per held-out task.")
@@ -158,7 +186,34 @@ class CheckpointSection(Section):
     """What is kept of a run."""
 
     every_steps: Count | None = Field(None, description="Steps between checkpoints; null = at the end only.")
-    keep_last: Count = Field(2, description="Complete checkpoints that are kept.")
+    keep_last: Count = Field(2, description="Newest complete checkpoints that are kept.")
+    keep_best: Annotated[int, Ge(0)] = Field(0, description="Further ones kept for their best_metric; 0 = none.")
+    best_metric: str = Field("val_reward_mean", description="Field of metrics.jsonl that keep_best looks at.")
+    best_mode: Literal["max", "min"] = Field("max", description="Whether more or less of best_metric is better.")
+    must_save_by: str | None = Field(
+        None, description="[[DD:]HH:]MM:SS since the start; the run saves and stops in time for it (exit code 75)."
+    )
+
+    @field_validator("must_save_by", mode="before")
+    @classmethod
+    def _check_time(cls, value: object) -> object:
+        if isinstance(value, int | float):  # before pydantic says that a number is no string
+            raise ValueError(
+                f"must be quoted in YAML, got {value!r}: YAML reads 1:30:00 as a number; write must_save_by: '1:30:00'"
+            )
+        if isinstance(value, str):
+            SaveBy.parse(value)
+        return value
+
+
+class RecoverySection(Section):
+    """What happens when a part dies while the run goes on. Every death is an event of the ledger."""
+
+    trainer: Literal["recover", "stop"] = Field("recover", description="recover: go on from the last checkpoint.")
+    engine: Literal["recover", "stop"] = Field("recover", description="recover: restart it, run its groups again.")
+    sandbox: Literal["recover", "stop"] = Field("recover", description="recover: restart the server, ask again.")
+    max_per_hour: Annotated[int, Ge(1)] = Field(6, description="More deaths within an hour stop the run.")
+    timeout_s: Seconds = Field(300.0, description="Deadline of bringing one part back, a new node included.")
 
 
 class RefitSection(Section):

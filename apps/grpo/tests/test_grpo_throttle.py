@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dockyard_core import EngineBusy, SandboxBusy, SandboxTimeout, Task, Verdict, VerdictStatus
+from dockyard_core.loop import AdaptiveLimit
+from dockyard_grpo.throttle import Throttle, ThrottledSandbox
+
+TASK = Task(
+    instance_id="t", repo="/r", base_commit="0" * 40, problem_statement="p", test_patch="", fail_to_pass=("a",),
+)  # fmt: skip
+
+
+class Server:
+    """Takes ``capacity`` calls at once and says so beyond; the calls end when they are told to, or by themselves."""
+
+    def __init__(self, capacity: int, seconds: float = 0.0) -> None:
+        self.capacity = capacity
+        self.seconds = seconds
+        self.num_running = self.most_running = self.num_refused = self.num_done = 0
+
+    async def call(self) -> int:
+        if self.num_running >= self.capacity:
+            self.num_refused += 1
+            raise SandboxBusy("queue is full", retry_after_s=0.0)
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            await asyncio.sleep(self.seconds)
+        finally:
+            self.num_running -= 1
+        self.num_done += 1
+        return self.num_done
+
+    async def judge(self, task: Task, patch: str, *, attempt_id: str) -> Verdict:
+        await self.call()
+        return Verdict(status=VerdictStatus.RESOLVED)
+
+
+def test_every_call_is_answered_and_refusals_become_rare() -> None:
+    async def run() -> tuple[Server, Throttle]:
+        server, throttle = Server(capacity=5), Throttle(AdaptiveLimit(32, maximum=64))
+        answers = await asyncio.gather(*(throttle.run(server.call) for _ in range(500)))
+        assert sorted(answers) == list(range(1, 501))
+        return server, throttle
+
+    server, throttle = asyncio.run(run())
+    assert server.most_running <= 5
+    assert throttle.limit.num_refused == server.num_refused < 500
+    assert throttle.limit.num_under_way == 0
+    assert throttle.limit.limit <= 10  # it learnt what the server takes
+
+
+def test_an_engine_that_is_busy_is_asked_again() -> None:
+    refusals = iter([EngineBusy("full", retry_after_s=0.0)] * 3)
+
+    async def call() -> str:
+        for refusal in refusals:
+            raise refusal
+        return "done"
+
+    assert asyncio.run(Throttle(AdaptiveLimit(8, maximum=8)).run(call)) == "done"
+
+
+def test_calls_are_let_through_in_the_order_they_came() -> None:
+    async def run() -> list[int]:
+        throttle, order = Throttle(AdaptiveLimit(1, maximum=1)), []
+
+        async def call(number: int) -> None:
+            async def body() -> None:
+                order.append(number)
+                await asyncio.sleep(0)
+
+            await throttle.run(body)
+
+        await asyncio.gather(*(call(number) for number in range(50)))
+        return order
+
+    assert asyncio.run(run()) == list(range(50))
+
+
+@pytest.mark.parametrize("cancel_first", [True, False])
+def test_a_cancelled_call_gives_its_turn_away(cancel_first: bool) -> None:
+    async def run() -> None:
+        throttle, gate = Throttle(AdaptiveLimit(1, maximum=1)), asyncio.Event()
+        running = asyncio.create_task(throttle.run(gate.wait))
+        await asyncio.sleep(0)
+        waiting = [asyncio.create_task(throttle.run(gate.wait)) for _ in range(3)]
+        await asyncio.sleep(0)
+        if cancel_first:
+            waiting[0].cancel()
+        gate.set()
+        if not cancel_first:
+            await asyncio.sleep(0)  # it may be the turn of the first one now
+            waiting[0].cancel()
+        async with asyncio.timeout(30):
+            await asyncio.gather(running, *waiting, return_exceptions=True)
+        assert all(task.done() and not task.cancelled() for task in waiting[1:])
+        assert throttle.limit.num_under_way == 0
+
+    asyncio.run(run())
+
+
+def test_a_failure_says_nothing_about_load() -> None:
+    limit = AdaptiveLimit(8, maximum=8)
+
+    async def call() -> None:
+        raise KeyError("broken")
+
+    with pytest.raises(KeyError):
+        asyncio.run(Throttle(limit).run(call))
+    assert limit.num_refused == limit.num_under_way == 0
+
+
+def test_a_sandbox_that_stays_busy_ends_with_the_deadline() -> None:
+    async def run() -> None:
+        sandbox = ThrottledSandbox(Server(capacity=0), AdaptiveLimit(1, maximum=1), timeout_s=0.05)
+        await sandbox.judge(TASK, "", attempt_id="a")
+
+    with pytest.raises(SandboxTimeout, match=r"no verdict on 't' within 0.05 s"):
+        asyncio.run(run())
