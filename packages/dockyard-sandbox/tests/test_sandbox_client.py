@@ -68,11 +68,19 @@ def ask(*answers: httpx.Response | Exception, patch: str = "", **options: Any) -
     return asyncio.run(judge()), seen
 
 
-@pytest.mark.parametrize("trouble", [INFRA, BUSY, httpx.ConnectError("refused"), httpx.RemoteProtocolError("cut")])
-def test_our_troubles_are_asked_again_under_the_same_key(trouble: httpx.Response | Exception) -> None:
+@pytest.mark.parametrize("trouble", [BUSY, httpx.ConnectError("refused"), httpx.RemoteProtocolError("cut")])
+def test_a_request_that_got_no_answer_is_asked_again_under_the_same_key(trouble: httpx.Response | Exception) -> None:
     verdict, seen = ask(trouble, trouble, OK)
     assert verdict.is_resolved
     assert [request.headers["Idempotency-Key"] for request in seen] == ["rollout-1/0"] * 3
+    assert len({request.content for request in seen}) == 1
+
+
+def test_an_infra_error_is_an_answer_and_asking_again_is_another_attempt() -> None:
+    verdict, seen = ask(INFRA, BUSY, INFRA, OK)
+    assert verdict.is_resolved
+    keys = [request.headers["Idempotency-Key"] for request in seen]
+    assert keys == ["rollout-1/0", "rollout-1/0/retry-1", "rollout-1/0/retry-1", "rollout-1/0/retry-3"]
     assert len({request.content for request in seen}) == 1
 
 

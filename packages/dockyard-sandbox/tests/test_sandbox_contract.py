@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dockyard_core import Sandbox
-from dockyard_core.testing.sandbox_contract import SandboxCase, SandboxContract
+from dockyard_core import Sandbox, SessionSandbox
+from dockyard_core.testing.sandbox_contract import SandboxCase, SandboxContract, SessionContract
 from dockyard_sandbox import SandboxClient, ServerHandle
 
 
@@ -25,6 +25,24 @@ class TestSandboxClientContract(SandboxContract):
     def open_sandbox(self) -> AbstractAsyncContextManager[Sandbox]:
         @asynccontextmanager
         async def opened() -> AsyncIterator[Sandbox]:
+            async with SandboxClient(self._server.url, timeout_s=120.0) as client:
+                yield client
+
+        return opened()
+
+
+class TestSandboxClientSessionContract(SessionContract):
+    @pytest.fixture(autouse=True)
+    def _use(self, project: Any, server: ServerHandle) -> None:
+        self._project, self._server = project, server
+
+    def make_case(self) -> SandboxCase:
+        case: SandboxCase = self._project.case()
+        return case
+
+    def open_session_sandbox(self) -> AbstractAsyncContextManager[SessionSandbox]:
+        @asynccontextmanager
+        async def opened() -> AsyncIterator[SessionSandbox]:
             async with SandboxClient(self._server.url, timeout_s=120.0) as client:
                 yield client
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from dockyard_core import VerdictStatus as S
+from dockyard_sandbox.flags import scan
+from dockyard_sandbox.trees import Entry
 
 FIX = "def add(a, b):\n    return a + b\n\n\ndef mul(a, b):\n    return a * b\n"
 BUG = FIX.replace("a + b", "a - b")
@@ -166,10 +168,8 @@ def test_unittest_swallows_nothing(project: Any, judge: Any) -> None:
 
 
 PATCHED = {
-    "runtest": "import _pytest.python\n\n_pytest.python.Function.runtest = lambda self: None\n",
-    "code of runtest": (
-        "from _pytest.python import Function\n\nFunction.runtest.__code__ = (lambda self: None).__code__\n"
-    ),
+    "isinstance": "import builtins\n\n_was = builtins.isinstance\nbuiltins.isinstance = lambda a, b: _was(a, b)\n",
+    "the loop of tests": "import _pytest.main\n\n_pytest.main.pytest_runtestloop = lambda session: True\n",
     "from_call": (
         "from _pytest.runner import CallInfo\n\n_o = CallInfo.from_call.__func__\n\n\n"
         "def _f(cls, func, when, reraise=None):\n    def g():\n        try:\n            return func()\n"
@@ -183,28 +183,7 @@ PATCHED = {
 def test_a_patched_pytest_is_seen_at_the_end(name: str, project: Any, judge: Any) -> None:
     verdict = judge(project.task(), project.patch(in_add("return a - b", PATCHED[name])))
     assert verdict.status is S.TAMPERED, verdict
-    assert verdict.flags[0].startswith("changed:_pytest.")
-
-
-@pytest.mark.xfail(
-    strict=True, reason="no canaries yet: code in the same interpreter can write a whole, correct stream"
-)
-def test_a_whole_forged_stream_is_seen(project: Any, judge: Any) -> None:
-    forged = """import json, os, re
-
-_lines, _files = [], ["tests/test_add.py", "tests/test_ops.py"]
-_ids = [f + "::" + m for f in _files for m in re.findall(r"def (test_\\w+)", open(f).read())]
-_lines.append({"collected": _ids, "marked": [], "expecting": [], "origins": {f: f for f in _files}})
-for _i in _ids:
-    for _p in ("setup", "call", "teardown"):
-        _lines.append({"id": _i, "when": _p, "outcome": "passed", "raised": None, "xfail": False, "imperative": False})
-_lines.append({"end": 0, "changed": []})
-for _n, _line in enumerate(_lines):
-    os.write(3, json.dumps({"n": _n, **_line}).encode() + b"\\n")
-os._exit(0)
-"""
-    verdict = judge(project.task(), project.patch({"calc/ops.py": forged + BUG}))
-    assert verdict.status is not S.RESOLVED
+    assert verdict.flags[0].startswith(("changed:_pytest.", "changed:builtins."))
 
 
 DOCTEST = 'def add(a, b):\n    """\n    >>> add(2, 3)\n    5\n    """\n    return a + b\n'
@@ -242,3 +221,95 @@ def test_an_honest_new_package_is_kept(name: str, project: Any, judge: Any) -> N
     source = FIX.replace("return a + b", f"{imported}\n\n    return plus(a, b)")
     verdict = judge(project.task(), project.patch({**files, "calc/ops.py": source}))
     assert (verdict.status, verdict.flags) == (S.RESOLVED, ())
+
+
+PLUGIN = {
+    "calc/__init__.py": "",
+    "calc/ops.py": BUG,
+    "calc/plugin.py": "def pytest_runtest_setup(item):\n    pass\n",
+    "tests/conftest.py": "pytest_plugins = ['calc.plugin']\n\n\ndef pytest_runtest_teardown(item):\n    pass\n",
+    "tests/test_ops.py": KEPT,
+}
+WRAPS = (
+    "from _pytest.python import Function\n\n_run = Function.runtest\n\n\ndef runtest(self):\n    _run(self)\n\n\n"
+    "Function.runtest = runtest\n"
+)
+REGISTERS = """import gc
+
+import pytest
+
+
+class Extra:
+    def pytest_runtest_logreport(self, report):
+        pass
+
+
+for _one in gc.get_objects():
+    if type(_one) is pytest.Config:
+        _one.pluginmanager.register(Extra())
+
+
+"""
+
+
+def test_hooks_of_the_repositorys_own_plugins_are_not_suspect(new_project: Any, judge: Any, tmp_path: Any) -> None:
+    plugged = new_project(tmp_path / "plugged", PLUGIN)
+    task = plugged.task(test_patch=plugged.patch({"tests/test_add.py": HELD_OUT}))
+    verdict = judge(task, plugged.patch({"calc/ops.py": FIX}))
+    assert (verdict.status, verdict.flags) == (S.RESOLVED, ())
+
+
+def test_what_the_repository_itself_replaces_is_no_tampering(new_project: Any, judge: Any, tmp_path: Any) -> None:
+    wrapped = new_project(tmp_path / "wrapped", {**PLUGIN, "tests/conftest.py": WRAPS})
+    task = wrapped.task(test_patch=wrapped.patch({"tests/test_add.py": HELD_OUT}))
+    verdict = judge(task, wrapped.patch({"calc/ops.py": FIX}))
+    assert (verdict.status, verdict.flags) == (S.RESOLVED, ())
+    other = "import _pytest.runner\n\n_pytest.runner.pytest_runtest_call = lambda item: None\n\n\n"
+    verdict = judge(task, wrapped.patch({"calc/ops.py": other + FIX}))
+    assert (verdict.status, verdict.flags[0]) == (S.TAMPERED, "changed:_pytest.runner.pytest_runtest_call")
+
+
+def test_a_hook_that_the_patch_brings_is_named(project: Any, judge: Any) -> None:
+    """It changes no outcome here, so the flagged fix resolves each time that it is run."""
+    verdict = judge(project.task(), project.patch({"calc/ops.py": REGISTERS + FIX}))
+    assert verdict.status is S.RESOLVED
+    assert set(verdict.flags) == {
+        "hook:calc/ops.py",
+        "scan:objects:calc/ops.py",
+        "scan:pytest-internals:calc/ops.py",
+    }
+
+
+SUSPECT = {
+    "import _pytest.runner\n": "pytest-internals",
+    "import pytest\n": "pytest-internals",
+    "from unittest.case import TestCase\n": "unittest-internals",
+    "    pytest.skip('x')\n": "outcome",
+    "frame = sys._getframe(1)\n": "frames",
+    "line = linecache.getline(f, 1)\n": "source-of-caller",
+    "for one in gc.get_objects():\n": "objects",
+    "sys.modules['x'] = None\n": "interpreter",
+    "f.__code__ = g.__code__\n": "code-objects",
+    "open('/proc/self/mem')\n": "native",
+    "    def __eq__(self, other):\n": "equality",
+    "os._exit(0)\n": "exit",
+    "os.write(3, b'x')\n": "descriptors",
+    "exec(text)\n": "dynamic",
+    "open('tests/test_add.py')\n": "test-files",
+}
+
+
+@pytest.mark.parametrize("line", SUSPECT)
+def test_an_added_line_raises_its_flag(line: str) -> None:
+    def flags(before: str, after: str, path: str = "m.py") -> tuple[str, ...]:
+        return scan({path: Entry("100644", "b")}, {"b": after.encode()}, lambda path: before.encode())
+
+    assert flags("x = 1\n", "x = 1\n" + line) == (f"scan:{SUSPECT[line]}:m.py",)
+    assert flags("x = 1\n" + line, "x = 2\n" + line) == ()  # it was there before
+    assert flags("", line, "notes.md") == ()
+    assert scan({"m.py": None}, {}, lambda path: line.encode()) == ()
+
+
+def test_plain_code_raises_no_flag() -> None:
+    plain = "import re\n\n\ndef execute(latest_pytester, progress):\n    return re.compile('x').evaluate(gcd(1, 2))\n"
+    assert scan({"m.py": Entry("100644", "b")}, {"b": (FIX + plain).encode()}, lambda path: b"") == ()

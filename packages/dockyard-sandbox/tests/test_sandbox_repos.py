@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from dockyard_core import VerdictStatus
+from dockyard_sandbox.gitcmd import write_git_config
+from dockyard_sandbox.repos import RepoStore, UnknownRepo
 
 
 def test_every_kind_of_source_gives_the_same_verdict(project: Any, judge: Any, tmp_path: Path) -> None:
@@ -47,6 +49,27 @@ def test_symlinks_and_modes_of_the_base_tree_are_kept(new_project: Any, judge: A
     )
     task = project.task(base_commit=head, test_patch=project.patch({"tests/test_add.py": held_out}))
     assert judge(task, "").status is VerdictStatus.RESOLVED
+
+
+def test_only_allowed_sources_may_be_named_by_tasks(project: Any, new_project: Any, tmp_path: Path) -> None:
+    open_, closed = new_project(tmp_path / "open" / "a"), new_project(tmp_path / "closed" / "b")
+    git = write_git_config(tmp_path / "gitconfig")
+    store = RepoStore(tmp_path / "root", git, allowed=(f"{tmp_path}/open/", "https://git.example/team/"))
+    assert store.resolve(str(open_.path)) == str(open_.path)
+    assert store.resolve("https://git.example/team/x.git") == "https://git.example/team/x.git"
+    for refused in (
+        str(closed.path),
+        f"file://{closed.path}",
+        f"{tmp_path}/open/../closed/b",
+        f"{tmp_path}/open",
+        "https://git.example/team/../other/x.git",
+        "https://git.example.evil/team/x.git",
+        "https://git.example/teams/x.git",
+    ):
+        with pytest.raises(UnknownRepo):
+            store.resolve(refused)
+    store.register({"b": str(closed.path)})
+    assert store.resolve("b") == str(closed.path)
 
 
 def test_hooks_and_configuration_of_a_source_are_not_run(new_project: Any, judge: Any, tmp_path: Path) -> None:

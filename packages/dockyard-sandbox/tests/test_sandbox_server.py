@@ -52,7 +52,26 @@ BAD = {
     "zero timeout": ({"timeout_s": 0}, (422, "timeout_s")),
     "limit below the floor": ({"limits": {"pids": 0}}, (422, "limits.pids")),
     "shell as test command": ({"test_command": "sh -c true"}, (422, "test_command")),
-    "preset that is not there": ({"apply": "swebench"}, (422, "apply")),
+    "preset that is not there": ({"apply": "fuzzy"}, (422, "apply")),
+    "environment that is not there": ({"environment": "python-1.5"}, (422, "environment")),
+    "environment that is a path": ({"environment": "../x"}, (422, "environment")),
+    "repo that does not exist": ({"repo": "/nowhere/at/all"}, (422, "repo")),
+    "empty repo": ({"repo": ""}, (422, "repo")),
+    "commit that does not exist": ({"base_commit": "0" * 40}, (422, "base_commit")),
+    "empty commit": ({"base_commit": ""}, (422, "base_commit")),
+    "empty test id": ({"FAIL_TO_PASS": [""]}, (422, "FAIL_TO_PASS")),
+    "number for an id": ({"FAIL_TO_PASS": [1]}, (422, "FAIL_TO_PASS.0")),
+    "null for a list": ({"FAIL_TO_PASS": None}, (422, "FAIL_TO_PASS")),
+    "object for a list": ({"PASS_TO_PASS": {}}, (422, "PASS_TO_PASS")),
+    "same id twice": ({"FAIL_TO_PASS": ["t.py::a", "t.py::a"]}, (422, "FAIL_TO_PASS")),
+    "number for a patch": ({"model_patch": 1}, (422, "model_patch")),
+    "null for a patch": ({"model_patch": None}, (422, "model_patch")),
+    "text for a timeout": ({"timeout_s": "soon"}, (422, "timeout_s")),
+    "endless timeout": ({"timeout_s": 1e9}, (422, "timeout_s")),
+    "timeout that is no number": ({"timeout_s": float("nan")}, (422, "timeout_s")),
+    "list for limits": ({"limits": []}, (422, "limits")),
+    "unknown limit": ({"limits": {"gpus": 1}}, (422, "limits.gpus")),
+    "empty name": ({"instance_id": ""}, (422, "instance_id")),
     "relative repo": ({"repo": "../calc"}, (422, "repo")),
     "repo of another protocol": ({"repo": "ext::sh -c true"}, (422, "repo")),
     "lone surrogate": ({"model_patch": "\ud800"}, (422, "model_patch")),
@@ -64,7 +83,24 @@ BAD = {
 def test_a_malformed_task_is_refused_by_field(name: str, project: Any, judge: Any, body: Any) -> None:
     change, expected = BAD[name]
     assert isinstance(change, dict)
+    before = num_executions(judge)
     assert refusal(judge.post({**body(project.task(), ""), **change})) == expected
+    assert num_executions(judge) == before
+
+
+def test_an_id_that_no_test_has_is_missing_and_not_an_error(project: Any, judge: Any, body: Any) -> None:
+    task = {**body(project.task(), project.gold()), "FAIL_TO_PASS": ["tests/test_add.py::test_nowhere"]}
+    reply = judge.post(task).json()
+    assert reply["status"] == "unresolved"
+    assert reply["tests"]["tests/test_add.py::test_nowhere"] == "missing"
+
+
+def test_a_body_of_100_megabytes_is_refused_and_costs_no_memory(project: Any, judge: Any, body: Any) -> None:
+    before = num_executions(judge)
+    task = {**body(project.task(), ""), "model_patch": "x" * 100_000_000}
+    assert refusal(judge.post(task)) == (413, "")
+    assert num_executions(judge) == before
+    assert judge.post(body(project.task(), project.gold())).json()["status"] == "resolved"
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"tasks": 1', b"[" * 100_000])
@@ -72,9 +108,19 @@ def test_a_body_that_is_no_json_object_is_refused(content: bytes, judge: Any) ->
     assert judge.post(content).status_code == 400
 
 
-def test_a_query_that_would_be_ignored_is_refused(project: Any, judge: Any, body: Any) -> None:
-    reply = judge.post(body(project.task(), ""), path="/task/submit?wait=false")
-    assert refusal(reply) == (422, "wait")
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [("wiat=false", "wiat"), ("wait=maybe", "wait"), ("wait=true&wait=false", "wait"), ("deadline_s=0", "deadline_s")],
+)
+def test_a_query_that_would_be_ignored_is_refused(query: str, field: str, project: Any, judge: Any, body: Any) -> None:
+    reply = judge.post(body(project.task(), ""), path=f"/task/submit?{query}")
+    assert refusal(reply) == (422, field)
+
+
+@pytest.mark.parametrize(("method", "path", "code"), [("GET", "/tasks", 404), ("GET", "/task/submit/x", 404)])
+def test_a_route_that_is_not_there_is_an_error_in_json(method: str, path: str, code: int, judge: Any) -> None:
+    reply = httpx.request(method, judge.server.url + path, trust_env=False)
+    assert refusal(reply) == (code, "")
 
 
 def test_a_batch_answers_in_order(project: Any, judge: Any, body: Any) -> None:
@@ -143,9 +189,11 @@ def test_a_name_registered_anew_means_the_new_source(
     project: Any, new_project: Any, judge: Any, body: Any, tmp_path: Path
 ) -> None:
     other = new_project(tmp_path / "other", {"calc/ops.py": "def add(a, b):\n    return a + b\n"})
-    for source, status in ((project.path, "unresolved"), (other.path, "infra_error")):
-        assert judge.post({"repos": {"calc/moved": str(source)}}, path="/repos").status_code == 200
-        assert judge.post(body(project.task(repo="calc/moved"), "")).json()["status"] == status
+    task = body(project.task(repo="calc/moved"), "")
+    assert judge.post({"repos": {"calc/moved": str(project.path)}}, path="/repos").status_code == 200
+    assert judge.post(task).json()["status"] == "unresolved"
+    assert judge.post({"repos": {"calc/moved": str(other.path)}}, path="/repos").status_code == 200
+    assert refusal(judge.post(task)) == (422, "base_commit")
 
 
 def test_a_full_queue_answers_429(project: Any, tmp_path: Path, body: Any) -> None:

@@ -4,58 +4,60 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
-import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from dockyard_sandbox.executor import Executor, QueueFull
-from dockyard_sandbox.repos import UnknownRepo
-from dockyard_sandbox.sharing import BoundedCache, SharedCalls
-from dockyard_sandbox.wire import MAX_BODY_BYTES, PATCH_TOO_LARGE, ReposRequest, TaskRequest, parse_submission
+from dockyard_sandbox.environments import BadEnvironment, EnvironmentStore, UnknownEnvironment
+from dockyard_sandbox.executor import Executor
+from dockyard_sandbox.journal import Entry
+from dockyard_sandbox.metrics import CONTENT_TYPE, Labels, Metrics
+from dockyard_sandbox.queueing import Admission, QueueFull
+from dockyard_sandbox.refusals import RequestRefused, json_object, read_body, read_model, read_query, refusal_of
+from dockyard_sandbox.repos import FetchFailed, MissingCommit, UnknownRepo
+from dockyard_sandbox.session_routes import SessionRoutes
+from dockyard_sandbox.sessions import SessionStore
+from dockyard_sandbox.tasks import KeyReused, Submission, TaskBoard, task_ids
+from dockyard_sandbox.tokens import Tokens, tenant_name
+from dockyard_sandbox.wire import EnvironmentsRequest, ReposRequest, TaskRequest, parse_submission
 
-_MAX_KEYS = 4096
+MAX_DEADLINE_S = 7 * 86_400.0
+_MAX_POLL_S = 60.0
+_MAX_KEY_LENGTH = 1024
+T = TypeVar("T")
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class RequestRefused(Exception):
-    """A request that gets a 4xx; carries what the client needs to correct it."""
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """The parts behind the routes."""
 
-    def __init__(self, status: int, field: str, message: str, *, retry_after_s: int | None = None) -> None:
-        super().__init__(message)
-        self.response = JSONResponse(
-            {"error": {"field": field, "message": message}},
-            status_code=status,
-            headers={} if retry_after_s is None else {"Retry-After": str(retry_after_s)},
-        )
-
-
-@dataclass(frozen=True)
-class _Stored:
-    body_hash: str
-    reply: dict[str, Any]
+    executor: Executor
+    environments: EnvironmentStore
+    admission: Admission
+    board: TaskBoard
+    sessions: SessionStore
+    metrics: Metrics
+    notes: tuple[str, ...] = ()
+    """What this machine lacks, for ``/readyz``."""
 
 
 class Api:
-    """Handlers over one executor."""
+    """Handlers over one service."""
 
-    def __init__(self, executor: Executor, token: str | None) -> None:
-        self._executor = executor
-        self._token = token
+    def __init__(self, service: Service, tokens: Tokens | None) -> None:
+        self._service = service
+        self._tokens = tokens
         self._stopping = asyncio.Event()
-        self._stored: BoundedCache[_Stored] = BoundedCache(_MAX_KEYS)
-        self._bodies: dict[str, str] = {}  # Idempotency-Key in flight -> hash of its body
-        self._in_flight: SharedCalls[dict[str, Any]] = SharedCalls()
 
     def stop(self) -> None:
         """Answer what is still in flight with 503 and cancel its runs."""
@@ -64,63 +66,188 @@ class Api:
     def application(self, lifespan: Lifespan) -> Starlette:
         """Return the ASGI application."""
         routes = [
-            Route("/task/submit", self._guarded(self._submit), methods=["POST"]),
-            Route("/repos", self._guarded(self._put_repos), methods=["PUT"]),
-            Route("/readyz", self._guarded(self._ready), methods=["GET"]),
-            Route("/version", self._guarded(self._version), methods=["GET"]),
-            Route("/healthz", self._healthy, methods=["GET"]),
+            ("/task/submit", "POST", self._submit),
+            ("/task/{task_id}", "GET", self._task),
+            ("/task/{task_id}", "DELETE", self._cancel),
+            ("/repos", "PUT", self._put_repos),
+            ("/environments", "PUT", self._put_environments),
+            ("/readyz", "GET", self._ready),
+            ("/metrics", "GET", self._metrics),
+            ("/version", "GET", self._version),
+            *SessionRoutes(self._service.sessions, self._unless_ended).table(),
         ]
-        return Starlette(routes=routes, lifespan=lifespan)
+        guarded = [Route(path, self._guarded(handler), methods=[method]) for path, method, handler in routes]
+        return Starlette(
+            routes=[*guarded, Route("/healthz", self._healthy, methods=["GET"])],
+            lifespan=lifespan,
+            exception_handlers={404: _no_route, 405: _no_route},
+        )
 
     def _guarded(self, handler: Handler) -> Handler:
         async def guarded(request: Request) -> Response:
             try:
-                self._authenticate(request)
+                request.state.tenant = self._authenticate(request)
                 return await handler(request)
             except RequestRefused as refused:
+                self._service.metrics.count("refused_total", "Requests refused.", code=str(refused.status))
                 return refused.response
 
         return guarded
 
-    def _authenticate(self, request: Request) -> None:
-        if self._token is not None:
-            given = request.headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-                raise RequestRefused(401, "Authorization", "must be 'Bearer ' and the server's token")
+    def _authenticate(self, request: Request) -> str:
+        named = tenant_name(request.headers.get("dockyard-tenant"))
+        if named is None:
+            raise RequestRefused(422, "Dockyard-Tenant", "must be 1 to 64 letters, digits, '_', '.' or '-'")
+        if self._tokens is None:
+            return named
+        tenant = self._tokens.tenant_of(request.headers.get("authorization", ""), named)
+        if tenant is None:
+            raise RequestRefused(401, "Authorization", "must be 'Bearer ' and the server's token")
+        return tenant
 
     async def _healthy(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
-        executor = self._executor
+        executor = self._service.executor
         state = {"status": "ready", "isolation": executor.isolation, "workers": executor.workers}
-        return JSONResponse({**state, "num_executions": executor.num_executions})
+        state |= {"num_executions": executor.num_executions, "num_held": self._service.admission.num_held}
+        state |= {"num_sessions": len(self._service.sessions), "environments": self._service.environments.names()}
+        return JSONResponse({**state, "notes": self._service.notes})
 
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"name": "dockyard-sandbox", "version": version("dockyard-sandbox")})
 
+    async def _metrics(self, request: Request) -> Response:
+        service = self._service
+        held: dict[Labels, float] = {
+            (("tenant", name),): count for name, count in service.admission.held_by_tenant().items()
+        }
+        gauges: list[tuple[str, str, Mapping[Labels, float]]] = [
+            ("tasks_held", "Tasks accepted and not answered.", held),
+            ("sessions_open", "Sessions that are open.", {(): float(len(service.sessions))}),
+            ("workers", "Tests that may run at once.", {(): float(service.executor.workers)}),
+            ("executions", "Test runs since the start.", {(): float(service.executor.num_executions)}),
+            ("isolation", "1 for the level in use.", {(("level", service.executor.isolation),): 1.0}),
+        ]
+        return PlainTextResponse(service.metrics.text(gauges), media_type=CONTENT_TYPE)
+
     async def _put_repos(self, request: Request) -> Response:
+        repos = (await read_model(request, ReposRequest)).repos
         try:
-            repos = ReposRequest.model_validate(_json_object(await _read_body(request))).repos
-            await asyncio.to_thread(self._executor.repos.register, repos)
-        except ValidationError as error:
-            raise _refusal(error) from error
+            await asyncio.to_thread(self._service.executor.repos.register, repos)
         except UnknownRepo as error:
             raise RequestRefused(422, "repos", str(error)) from error
-        return JSONResponse({"repos": self._executor.repos.names()})
+        return JSONResponse({"repos": self._service.executor.repos.names()})
+
+    async def _put_environments(self, request: Request) -> Response:
+        for name, source in (await read_model(request, EnvironmentsRequest)).environments.items():
+            try:
+                await self._service.environments.register_soon(name, source)
+            except BadEnvironment as error:
+                raise RequestRefused(422, f"environments.{name}", str(error)) from error
+        return JSONResponse({"environments": self._service.environments.names()})
 
     async def _submit(self, request: Request) -> Response:
-        for name in request.query_params:
-            raise RequestRefused(422, name, "is not a query parameter of this route")
-        body = await _read_body(request)
+        query = read_query(request, wait=(0, 1), deadline_s=(0.001, MAX_DEADLINE_S))
+        is_held, deadline_s = query.get("wait") == 0, query.get("deadline_s")
+        body = await read_body(request)
         try:
-            tasks, is_batch = parse_submission(_json_object(body))
+            tasks, is_batch = parse_submission(json_object(body))
         except ValidationError as error:
-            raise _refusal(error) from error
-        work = self._judge_keyed(request.headers.get("idempotency-key"), body, tasks, is_batch)
-        return JSONResponse(await self._unless_ended(request, work))
+            raise refusal_of(error) from error
+        key, body_hash = _read_key(request), hashlib.sha256(body).hexdigest()
+        board, tenant = self._service.board, request.state.tenant
+        try:
+            found = board.known(tenant, key, body_hash)
+            if found is None:
+                await self._check(tasks, is_batch)
+                found = board.known(tenant, key, body_hash) or board.accept(
+                    tasks,
+                    tenant=tenant,
+                    key=key,
+                    body_hash=body_hash,
+                    is_batch=is_batch,
+                    is_held=is_held,
+                    deadline_s=deadline_s,
+                )
+        except KeyReused as error:
+            raise RequestRefused(409, "Idempotency-Key", str(error)) from error
+        except QueueFull as error:
+            raise RequestRefused(429, "", str(error), retry_after_s=error.retry_after_s) from error
+        except OSError as error:
+            raise RequestRefused(503, "", f"cannot write the task down: {error}", retry_after_s=1) from error
+        if is_held:
+            if isinstance(found, Submission):
+                board.hold(found)
+            return _accepted(found, len(tasks))
+        return _answer(await self._replies(request, found), is_batch)
 
-    async def _unless_ended(self, request: Request, work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    async def _replies(self, request: Request, found: Submission | Entry) -> list[dict[str, Any]]:
+        board = self._service.board
+        if isinstance(found, Submission):
+            return await self._unless_ended(request, board.wait(found))
+        replies = await board.answered(found)
+        if replies is None:
+            raise RequestRefused(404, "task_id", "its verdict was dropped: the server keeps the latest ones only")
+        return replies
+
+    async def _check(self, tasks: Sequence[TaskRequest], is_batch: bool) -> None:
+        """Refuse what names a repository, commit or environment that is not there, before anything starts."""
+        commits: dict[tuple[str, str], RequestRefused | None] = {}
+        for index, task in enumerate(tasks):
+            prefix = f"tasks.{index}." if is_batch else ""
+            try:
+                self._service.environments.check(task.environment)
+                known = (task.repo, task.base_commit)
+                if known not in commits:
+                    commits[known] = None
+                    await self._service.executor.repos.check(*known)
+            except UnknownEnvironment as error:
+                raise RequestRefused(422, f"{prefix}environment", str(error)) from error
+            except UnknownRepo as error:
+                raise RequestRefused(422, f"{prefix}repo", str(error)) from error
+            except MissingCommit as error:
+                raise RequestRefused(422, f"{prefix}base_commit", str(error)) from error
+            except FetchFailed:
+                continue  # not the task's fault: its run tries again and says what is wrong
+
+    async def _task(self, request: Request) -> Response:
+        wait_s = read_query(request, wait_s=(0, _MAX_POLL_S)).get("wait_s", 0.0)
+        found, index = self._find(request)
+        if isinstance(found, Submission):
+            work = found.works[index] if index < len(found.works) else None
+            if work is None:
+                raise _unknown_task(request)
+            if wait_s and not found.ended.done():
+                await self._unless_ended(request, asyncio.wait([found.ended], timeout=wait_s))
+            if not found.ended.done():
+                state = {"task_id": request.path_params["task_id"], "state": "pending"}
+                return JSONResponse(state, status_code=202, headers={"Retry-After": "1"})
+            replies = found.ended.result()
+        else:
+            replies = await self._replies(request, found)
+        if index >= len(replies):
+            raise _unknown_task(request)
+        return JSONResponse(replies[index])
+
+    async def _cancel(self, request: Request) -> Response:
+        read_query(request)
+        found, index = self._find(request)
+        if isinstance(found, Submission):
+            if index >= len(found.works):
+                raise _unknown_task(request)
+            self._service.board.cancel(found, index)
+            await self._unless_ended(request, asyncio.wait([found.works[index]]))
+        return JSONResponse({"task_id": request.path_params["task_id"], "state": "ended"})
+
+    def _find(self, request: Request) -> tuple[Submission | Entry, int]:
+        found = self._service.board.find(request.state.tenant, request.path_params["task_id"])
+        if found is None:
+            raise _unknown_task(request)
+        return found
+
+    async def _unless_ended(self, request: Request, work: Awaitable[T]) -> T:
         """Await ``work``; cancel it when the client goes away or the server stops."""
 
         async def gone() -> None:
@@ -140,65 +267,29 @@ class Api:
             for future in (working, *ends):
                 future.cancel()
 
-    async def _judge_keyed(
-        self, key: str | None, body: bytes, tasks: list[TaskRequest], is_batch: bool
-    ) -> dict[str, Any]:
-        if key is None:
-            return await self._judge(tasks, is_batch)
-        body_hash = hashlib.sha256(body).hexdigest()
-        stored = self._stored.get(key)
-        if stored is None and key in self._in_flight:
-            stored = _Stored(self._bodies[key], {})
-        if stored is not None and stored.body_hash != body_hash:
-            raise RequestRefused(409, "Idempotency-Key", f"{key!r} was used with another body; use a new key")
-        if stored is not None and stored.reply:
-            return stored.reply
-        self._bodies[key] = body_hash
-        try:
-            reply, _ = await self._in_flight.get(key, lambda: self._judge(tasks, is_batch))
-        finally:
-            if key not in self._in_flight:
-                self._bodies.pop(key, None)
-        verdicts = reply["tasks"] if is_batch else [reply]
-        if not any(verdict["retryable"] for verdict in verdicts):
-            self._stored.put(key, _Stored(body_hash, reply))
-        return reply
 
-    async def _judge(self, tasks: list[TaskRequest], is_batch: bool) -> dict[str, Any]:
-        results = await asyncio.gather(*(self._executor.submit(task) for task in tasks), return_exceptions=True)
-        replies = []
-        for index, result in enumerate(results):
-            if isinstance(result, UnknownRepo):
-                raise RequestRefused(422, f"tasks.{index}.repo" if is_batch else "repo", str(result))
-            if isinstance(result, QueueFull):
-                raise RequestRefused(429, "", str(result), retry_after_s=1)
-            if isinstance(result, BaseException):
-                raise result
-            replies.append(result.model_dump(mode="json"))
-        return {"tasks": replies} if is_batch else replies[0]
+def _read_key(request: Request) -> str | None:
+    key = request.headers.get("idempotency-key")
+    if key is not None and not 1 <= len(key) <= _MAX_KEY_LENGTH:
+        raise RequestRefused(422, "Idempotency-Key", f"must have 1 to {_MAX_KEY_LENGTH} characters, got {len(key)}")
+    return key
 
 
-async def _read_body(request: Request) -> bytes:
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise RequestRefused(413, "", f"the body must be at most {MAX_BODY_BYTES} bytes")
-        chunks.append(chunk)
-    return b"".join(chunks)
+def _accepted(found: Submission | Entry, count: int) -> Response:
+    entry = found.entry if isinstance(found, Submission) else found
+    ids = [{"task_id": task_id, "state": "accepted"} for task_id in task_ids(entry, count)]
+    return JSONResponse({"tasks": ids} if entry.is_batch else ids[0], status_code=202)
 
 
-def _json_object(body: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RequestRefused(400, "", f"the body must be JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise RequestRefused(400, "", f"the body must be a JSON object, got {type(value).__name__}")
-    return value
+def _answer(replies: list[dict[str, Any]], is_batch: bool) -> Response:
+    return JSONResponse({"tasks": replies} if is_batch else replies[0])
 
 
-def _refusal(error: ValidationError) -> RequestRefused:
-    first = error.errors(include_url=False, include_context=False)[0]
-    status = 413 if first["type"] == PATCH_TOO_LARGE else 422
-    return RequestRefused(status, ".".join(str(part) for part in first["loc"]), first["msg"])
+def _unknown_task(request: Request) -> RequestRefused:
+    return RequestRefused(404, "task_id", f"no task {request.path_params['task_id'][:80]!r} is held or remembered")
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    what = f"{request.method} {request.url.path[:200]} is not a route of this server"
+    return JSONResponse({"error": {"field": "", "message": what}}, status_code=status)

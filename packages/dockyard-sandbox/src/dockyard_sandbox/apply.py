@@ -6,6 +6,8 @@ before it is inside the sandbox.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -18,7 +20,7 @@ from dockyard_sandbox.cancellation import Cancellation
 from dockyard_sandbox.gitcmd import Bounds, Git, GitFailed
 from dockyard_sandbox.trees import EXECUTABLE, BaseTree, Entry
 
-_REGULAR = ("100644", EXECUTABLE)
+REGULAR = ("100644", EXECUTABLE)
 _DELETED = "000000"
 # What git says when it refuses a path rather than a hunk.
 _PATH_REFUSALS = ("invalid path", "is beyond a symbolic link", "unable to add cache entry")
@@ -46,6 +48,16 @@ class Delta:
     """Blob id to content, for every new entry."""
 
 
+@dataclass(frozen=True, slots=True)
+class IndexedFile:
+    """One path as it is to be in the index."""
+
+    path: str
+    mode: str | None
+    """git's mode; None = deleted."""
+    content: bytes
+
+
 NO_CHANGE_CONTENTS: Mapping[str, bytes] = {}
 
 
@@ -56,11 +68,19 @@ class Applier:
         self._git = git
         self._scratch = scratch
 
-    def apply(self, base: BaseTree, patch: str, cancellation: Cancellation | None = None) -> Delta:
+    def apply(
+        self, base: BaseTree, patch: str, cancellation: Cancellation | None = None, *, options: tuple[str, ...] = ()
+    ) -> Delta:
         """Apply ``patch`` to ``base``.
 
         A patch of white space only changes nothing. A missing last newline is added, since models
         and datasets drop it and nothing else can be meant.
+
+        Args:
+            base: the tree.
+            patch: unified diff.
+            cancellation: ends it.
+            options: further ones of ``git apply``.
 
         Raises:
             PatchRejected: malformed, does not apply, or costs git more than a patch may.
@@ -70,10 +90,47 @@ class Applier:
         if not patch.strip():
             return Delta(tree=base.tree, changes={}, contents=NO_CHANGE_CONTENTS)
         text = patch if patch.endswith("\n") else patch + "\n"
-        cancellation = cancellation or Cancellation()
+
+        def change(git: Callable[..., bytes], objects: Path) -> None:
+            try:
+                git("apply", "--cached", "--whitespace=nowarn", *options, "-", stdin=text.encode())
+            except GitFailed as error:
+                if error.returncode < 0:
+                    raise
+                if any(reason in error.stderr for reason in _PATH_REFUSALS):
+                    raise PolicyViolation(str(error)) from error
+                raise PatchRejected(str(error)) from error
+
+        return self._in_index(base, cancellation or Cancellation(), change)
+
+    def index(self, base: BaseTree, files: list[IndexedFile], cancellation: Cancellation) -> Delta:
+        """Put files into the index of ``base``, whatever made them. Raises as `apply` does."""
+        if not files:
+            return Delta(tree=base.tree, changes={}, contents=NO_CHANGE_CONTENTS)
+        if sum(len(file.content) for file in files) > MAX_CONTENT_BYTES:
+            raise PolicyViolation(f"the changed files must be at most {MAX_CONTENT_BYTES} bytes together")
+
+        def change(git: Callable[..., bytes], objects: Path) -> None:
+            lines = []
+            for file in files:
+                blob = "0" * len(base.tree) if file.mode is None else _write_blob(objects, file.content, len(base.tree))
+                lines.append(f"{file.mode or 0} {blob}\t".encode() + os.fsencode(file.path) + b"\0")
+            try:
+                git("update-index", "-z", "--index-info", stdin=b"".join(lines))
+            except GitFailed as error:
+                if error.returncode < 0:
+                    raise
+                raise PolicyViolation(str(error)) from error
+
+        return self._in_index(base, cancellation, change)
+
+    def _in_index(
+        self, base: BaseTree, cancellation: Cancellation, change: Callable[[Callable[..., bytes], Path], None]
+    ) -> Delta:
+        """Let ``change`` change a private index of ``base``, and read off what became of it."""
         work = Path(tempfile.mkdtemp(prefix="apply-", dir=self._scratch))
         try:
-            return self._apply(base, text.encode(), work, cancellation)
+            return self._change(base, work, cancellation, change)
         except (GitFailed, subprocess.TimeoutExpired) as error:
             ended_by_signal = isinstance(error, subprocess.TimeoutExpired) or error.returncode < 0
             if self._git.is_closed or cancellation.is_cancelled or not ended_by_signal:
@@ -82,7 +139,13 @@ class Applier:
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
-    def _apply(self, base: BaseTree, patch: bytes, work: Path, cancellation: Cancellation) -> Delta:
+    def _change(
+        self,
+        base: BaseTree,
+        work: Path,
+        cancellation: Cancellation,
+        change: Callable[[Callable[..., bytes], Path], None],
+    ) -> Delta:
         objects = work / "objects"
         objects.mkdir()
         shutil.copyfile(base.index_path, work / "index")
@@ -103,14 +166,7 @@ class Applier:
                 may_be_long=arguments[0] == "apply",
             )
 
-        try:
-            git("apply", "--cached", "--whitespace=nowarn", "-", stdin=patch)
-        except GitFailed as error:
-            if error.returncode < 0:
-                raise
-            if any(reason in error.stderr for reason in _PATH_REFUSALS):
-                raise PolicyViolation(str(error)) from error
-            raise PatchRejected(str(error)) from error
+        change(git, objects)
         try:
             tree = git("write-tree").decode().strip()
         except GitFailed as error:
@@ -120,6 +176,16 @@ class Applier:
         changes = _read_raw_diff(git("diff-tree", "-r", "--raw", "-z", "--no-renames", base.tree, tree))
         blobs = sorted({entry.blob for entry in changes.values() if entry is not None})
         return Delta(tree=tree, changes=changes, contents=_contents(objects, blobs, git))
+
+
+def _write_blob(objects: Path, content: bytes, id_length: int) -> str:
+    """Store a loose blob and return its id: SHA-1 of 40 hex digits, or SHA-256 of 64."""
+    data = b"blob %d\0" % len(content) + content
+    blob = (hashlib.sha1(data, usedforsecurity=False) if id_length == 40 else hashlib.sha256(data)).hexdigest()
+    path = objects / blob[:2] / blob[2:]
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(zlib.compress(data, 1))
+    return blob
 
 
 def _contents(objects: Path, blobs: list[str], git: Callable[..., bytes]) -> dict[str, bytes]:
@@ -164,7 +230,7 @@ def _read_raw_diff(raw: bytes) -> dict[str, Entry | None]:
             if part.lower().startswith(".git"):
                 raise PolicyViolation(f"a patch must not change {path!r}: paths named .git* are refused")
         for changed_mode in (old_mode, mode):
-            if changed_mode not in (*_REGULAR, _DELETED):
+            if changed_mode not in (*REGULAR, _DELETED):
                 raise PolicyViolation(f"a patch may change regular files only, {path!r} has mode {changed_mode}")
         changes[path] = None if mode == _DELETED else Entry(mode, blob)
     return changes

@@ -1,10 +1,11 @@
-"""The command ``dockyard-sandbox``: serve, run, doctor."""
+"""The command ``dockyard-sandbox``: serve, run, certify, env import, doctor."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,8 +15,6 @@ from pathlib import Path
 
 from dockyard_core import UserError
 from dockyard_sandbox.isolation import LEVELS
-
-_MIN_TOKEN_LENGTH = 16
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,17 +35,40 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="serve POST /task/submit")
     serve.add_argument("--host", default="127.0.0.1")
     serve.add_argument("--port", type=int, default=9090, help="0 picks a free one (default: %(default)s)")
-    serve.add_argument("--token-file", type=Path, help="file with the bearer token; needed for a public bind")
+    serve.add_argument("--token-file", type=Path, help="bearer token, or lines tenant:token; needed in public")
     serve.add_argument("--workers", type=int, help="tests run at once (default: number of CPUs)")
     serve.add_argument("--max-queue", type=int, default=1024, help="tasks that may wait (default: %(default)s)")
+    serve.add_argument("--max-sessions", type=int, default=256, help="sessions open at once (default: %(default)s)")
+    serve.add_argument(
+        "--repos-from",
+        action="append",
+        default=[],
+        metavar="PREFIX",
+        help="path or URL below which tasks may name repositories themselves; may be given again (default: any)",
+    )
     serve.add_argument("--die-with-parent", action="store_true", help="stop when the starting process ends")
     serve.set_defaults(command=_serve)
     run = commands.add_parser("run", help="judge the task in a JSON file and print the verdict")
     run.add_argument("task", type=Path, metavar="TASK.json")
     run.set_defaults(command=_run)
+    certify = commands.add_parser("certify", help="say which tasks of a file a policy may be trained on")
+    certify.add_argument("tasks", type=Path, metavar="TASKS.jsonl", help="rows with SWE-bench's columns")
+    certify.add_argument("--out", type=Path, required=True, help="directory of the certificates")
+    certify.add_argument("--runs", type=int, default=5, help="fresh runs of base and fix (default: %(default)s)")
+    certify.add_argument("--workers", type=int, help="tests run at once (default: number of CPUs)")
+    certify.set_defaults(command=_certify)
+    env = commands.add_parser("env", help="environments that tasks may name")
+    env_import = env.add_subparsers(required=True, metavar="ACTION").add_parser(
+        "import", help="unpack an image archive (OCI layout or docker save) as a read-only environment"
+    )
+    env_import.add_argument("image", type=Path, metavar="IMAGE.tar")
+    env_import.add_argument("--root", type=Path, required=True, help="directory of the server")
+    env_import.add_argument("--name", help="what tasks call it (default: the file's name without its ending)")
+    env_import.add_argument("--python", help="the interpreter, as a path inside the image")
+    env_import.set_defaults(command=_env_import)
     doctor = commands.add_parser("doctor", help="say what this machine gives")
     doctor.set_defaults(command=_doctor)
-    for command in (serve, run):
+    for command in (serve, run, certify):
         command.add_argument("--root", type=Path, required=command is serve, help="directory of repositories and trees")
         command.add_argument("--min-isolation", choices=LEVELS[::-1], help="refuse to start below this level")
     return parser
@@ -54,32 +76,23 @@ def _parser() -> argparse.ArgumentParser:
 
 def _serve(arguments: argparse.Namespace) -> int:
     from dockyard_sandbox.serve import ServeConfig, serve
+    from dockyard_sandbox.tokens import read_tokens
 
     options = {} if arguments.workers is None else {"workers": arguments.workers}
     config = ServeConfig(
         root=arguments.root,
         host=arguments.host,
         port=arguments.port,
-        token=_read_token(arguments.token_file),
+        tokens=None if arguments.token_file is None else read_tokens(arguments.token_file),
+        max_sessions=arguments.max_sessions,
         min_isolation=arguments.min_isolation,
         max_queue=arguments.max_queue,
+        repos_from=tuple(arguments.repos_from),
         dies_with_parent=arguments.die_with_parent,
         **options,
     )
     serve(config, lambda line: print(line, flush=True))
     return 0
-
-
-def _read_token(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        token = path.read_text().strip()
-    except OSError as error:
-        raise UserError(f"--token-file {path} cannot be read: {error.strerror}") from error
-    if len(token) < _MIN_TOKEN_LENGTH:
-        raise UserError(f"--token-file {path} must hold at least {_MIN_TOKEN_LENGTH} characters, got {len(token)}")
-    return token
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -113,27 +126,75 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if response.resolved else 1
 
 
+def _certify(arguments: argparse.Namespace) -> int:
+    from dockyard_sandbox.certify import certify_tasks, write_certificates
+    from dockyard_sandbox.task_rows import read_tasks
+
+    if arguments.runs < 1:
+        raise UserError(f"--runs must be >= 1, got {arguments.runs}")
+    tasks = read_tasks(arguments.tasks)
+    with tempfile.TemporaryDirectory(prefix="dockyard-sandbox-") as temporary:
+        certificates = certify_tasks(
+            tasks,
+            root=arguments.root or Path(temporary),
+            num_runs=arguments.runs,
+            min_isolation=arguments.min_isolation,
+            workers=arguments.workers,
+        )
+    for certificate, path in zip(certificates, write_certificates(certificates, arguments.out), strict=True):
+        fields = {"instance_id": certificate.instance_id, "is_certified": certificate.is_certified}
+        print(json.dumps({**fields, "reasons": certificate.reasons, "certificate": str(path)}))
+    return 0 if all(certificate.is_certified for certificate in certificates) else 1
+
+
+def _env_import(arguments: argparse.Namespace) -> int:
+    from dockyard_sandbox.environments import BadEnvironment
+    from dockyard_sandbox.serve import environments_on
+    from dockyard_sandbox.wire import ENVIRONMENT_NAME
+
+    name = arguments.name or arguments.image.name.split(".tar")[0]
+    if not re.match(ENVIRONMENT_NAME, name):
+        raise UserError(f"--name must be letters, digits, '_', '.' or '-', got {name!r}")
+    with environments_on(arguments.root) as environments:
+        try:
+            found = environments.register(name, str(arguments.image.resolve()), python=arguments.python)
+        except BadEnvironment as error:
+            raise UserError(f"{arguments.image}: {error}") from error
+    print(json.dumps({"name": name, "python": found.python, "digest": found.digest}, indent=1))
+    return 0
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
-    from dockyard_sandbox.serve import find_jailer
+    from dockyard_sandbox import cgroups
+    from dockyard_sandbox.isolation import REMEDIES
+    from dockyard_sandbox.probing import probe_levels
 
     git = subprocess.run(["git", "--version"], capture_output=True, text=True, check=False).stdout.strip()
     with tempfile.TemporaryDirectory(prefix="dockyard-sandbox-") as temporary:
         Path(temporary).chmod(0o755)
-        jailer = find_jailer(Path(temporary), None)
-        jailer.close()
+        findings = probe_levels(Path(temporary))
         free_gib = shutil.disk_usage(temporary).free / 2**30
-    isolation = jailer.isolation
+    best = next((finding.isolation for finding in findings if finding.failure is None), None)
+    groups = cgroups.probe()
+    groups.close()
     report = {
-        "isolation": isolation.level,
-        "tree": isolation.tree,
-        "seccomp": isolation.seccomp,
-        "run_as_uid": isolation.uid or "own",
+        "isolation": "none" if best is None else best.level,
+        "tree": None if best is None else best.tree,
+        "seccomp": best is not None and best.seccomp,
+        "run_as_uid": None if best is None else best.uid or "own",
+        "levels": {
+            finding.isolation.level: {"available": True, "lacks": finding.isolation.notes}
+            if finding.failure is None
+            else {"available": False, "why": finding.failure, "remedy": REMEDIES[finding.isolation.level]}
+            for finding in findings
+        },
+        "control_groups": {"in_use": groups.controllers, "lacks": groups.notes},
         "git": git or "missing",
         "free_disk_gib": round(free_gib, 1),
         "python": sys.version.split()[0],
     }
     print(json.dumps(report, indent=1))
-    return 0
+    return 0 if best is not None else 1
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 submit    consumes: a TaskRequest
           waits for: identical work in flight, else a worker slot    unblocked by: a run that ends
-workers   at most `workers` requests are being applied or run at once; `max_queue` more may wait,
-          the next is refused (QueueFull)
+workers   at most `workers` requests are being applied or run at once; the waiting tenants take turns.
+          How many may wait is the matter of `dockyard_sandbox.queueing.Admission`
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from typing import TypeVar
 from dockyard_core import Verdict, VerdictStatus
 from dockyard_sandbox.cancellation import Cancellation
 from dockyard_sandbox.gitcmd import GitFailed
-from dockyard_sandbox.jailer import Jailer
-from dockyard_sandbox.judge import early_verdict, judge
+from dockyard_sandbox.jailer import Jailer, Workload
+from dockyard_sandbox.judge import RunResult, early_verdict
 from dockyard_sandbox.prepare import Prepared, Preparer
-from dockyard_sandbox.records import read_records
+from dockyard_sandbox.queueing import FairSlots
 from dockyard_sandbox.repos import FetchFailed, MissingCommit, RepoStore, UnknownRepo
 from dockyard_sandbox.sharing import BoundedCache, SharedCalls
+from dockyard_sandbox.trials import Trials
 from dockyard_sandbox.wire import Count, TaskRequest, TaskResponse
 
 T = TypeVar("T")
@@ -53,7 +54,15 @@ class Executor:
     """Judges requests. Owns its threads and its jailer."""
 
     def __init__(
-        self, *, repos: RepoStore, preparer: Preparer, jailer: Jailer, isolation: str, workers: int, max_queue: int
+        self,
+        *,
+        repos: RepoStore,
+        preparer: Preparer,
+        jailer: Jailer,
+        isolation: str,
+        workers: int,
+        max_queue: int,
+        with_canaries: bool = True,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers must be >= 1, got {workers}")
@@ -64,16 +73,17 @@ class Executor:
         self._preparer = preparer
         self._jailer = jailer
         self._pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="run")
-        self._slots = asyncio.Semaphore(workers)
+        self._slots = FairSlots(workers)
         self._by_text: SharedCalls[Outcome] = SharedCalls()
         self._by_tree: SharedCalls[Verdict] = SharedCalls()
         self._text_cache: BoundedCache[Verdict] = BoundedCache(_CACHE_CAPACITY)
         self._tree_cache: BoundedCache[Verdict] = BoundedCache(_CACHE_CAPACITY)
+        self.trials = Trials(self._run, self._prepare, isolation=isolation, with_canaries=with_canaries)
         self.num_executions = 0
-        """Test runs started since the server did; cached and shared verdicts do not count."""
+        """Trees run since the server started; cached and shared verdicts do not count, nor runs that check others."""
 
     async def submit(self, request: TaskRequest) -> TaskResponse:
-        """Return the verdict on one request. Raises UnknownRepo, QueueFull."""
+        """Return the verdict on one request. Raises UnknownRepo."""
         began = time.monotonic()
         source = self.repos.resolve(request.repo)  # a name may be registered anew
         key = (source, request.spec_hash(), hashlib.sha256(request.model_patch.encode()).digest())
@@ -111,8 +121,7 @@ class Executor:
     async def _prepare_and_run(self, request: TaskRequest, began: float) -> Outcome:
         async with self._slots:
             queued = time.monotonic()
-            cancellation = Cancellation()
-            prepared = await self._in_thread(lambda: self._preparer.prepare(request, cancellation), cancellation)
+            prepared = await self._prepare_now(request)
         timings = {"queue": queued - began, "apply": time.monotonic() - queued}
         if isinstance(prepared, Verdict):
             return Outcome(verdict=replace(prepared, duration_s=timings))
@@ -121,30 +130,47 @@ class Executor:
         if known is not None:
             verdict, reused = known, True
         else:
-            verdict, reused = await self._by_tree.get(key, lambda: self._run(request, prepared))
+            verdict, reused = await self._by_tree.get(key, lambda: self._judge(request, prepared))
         if verdict.status not in _NOT_CACHED:
             self._tree_cache.put(key, verdict)
         verdict = replace(
             verdict,
             cached=reused,
-            flags=prepared.flags + tuple(flag for flag in verdict.flags if not flag.startswith("restored:")),
+            flags=_merged(verdict.flags, prepared.flags),
             duration_s={**timings, **verdict.duration_s},
         )
         return Outcome(verdict=verdict, is_retryable=verdict.status is VerdictStatus.INFRA_ERROR)
 
-    async def _run(self, request: TaskRequest, prepared: Prepared) -> Verdict:
+    async def judge_afresh(self, request: TaskRequest) -> Verdict:
+        """Judge without looking at any cache, or filling one. Raises what `Preparer.prepare` raises, and OSError."""
+        prepared = await self._prepare(request)
+        return prepared if isinstance(prepared, Verdict) else await self._judge(request, prepared)
+
+    async def _judge(self, request: TaskRequest, prepared: Prepared) -> Verdict:
+        self.num_executions += 1
+        return await self.trials.verdict(request, prepared)
+
+    async def _prepare(self, request: TaskRequest) -> Prepared | Verdict:
+        async with self._slots:
+            return await self._prepare_now(request)
+
+    async def _prepare_now(self, request: TaskRequest) -> Prepared | Verdict:
+        cancellation = Cancellation()
+        return await self._in_thread(lambda: self._preparer.prepare(request, cancellation), cancellation)
+
+    async def _run(self, workload: Workload) -> RunResult:
         cancellation = Cancellation()
         async with self._slots:
-            self.num_executions += 1
-            run = await self._in_thread(lambda: self._jailer.run(prepared.workload, cancellation), cancellation)
-        return judge(
-            request,
-            run,
-            read_records(run.records, xfail_files=prepared.xfail_files),
-            isolation=self.isolation,
-            flags=prepared.flags,
-            tree_key=prepared.tree_key,
-        )
+            return await self._in_thread(lambda: self._jailer.run(workload, cancellation), cancellation)
+
+    async def in_slot(self, work: Callable[[], T], cancellation: Cancellation) -> T:
+        """Run blocking work on a worker, in its tenant's turn; a cancellation stops it."""
+        async with self._slots:
+            return await self._in_thread(work, cancellation)
+
+    def respond(self, verdict: Verdict) -> TaskResponse:
+        """A verdict that needed no run, as it travels."""
+        return _respond(Outcome(verdict=verdict), time.monotonic())
 
     async def _in_thread(self, work: Callable[[], T], cancellation: Cancellation) -> T:
         """Run blocking work; on cancellation stop it and wait until it has stopped."""
@@ -158,6 +184,11 @@ class Executor:
 
     def _infra(self, request: TaskRequest, detail: str) -> Verdict:
         return early_verdict(request, VerdictStatus.INFRA_ERROR, detail, isolation=self.isolation)
+
+
+def _merged(flags: tuple[str, ...], prepared: tuple[str, ...]) -> tuple[str, ...]:
+    """Flags of a run, with those of this patch in place of those of the patch that was run: trees are shared."""
+    return tuple(flag for flag in flags if not flag.startswith(("restored:", "scan:", "rung:"))) + prepared
 
 
 def _respond(outcome: Outcome, began: float) -> TaskResponse:

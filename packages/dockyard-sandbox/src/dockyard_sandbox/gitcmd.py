@@ -36,6 +36,9 @@ _CONFIG = """\
 	auto = false
 [protocol "ext"]
 	allow = never
+[http]
+	lowSpeedLimit = 1000
+	lowSpeedTime = 60
 [init]
 	defaultBranch = main
 [advice]

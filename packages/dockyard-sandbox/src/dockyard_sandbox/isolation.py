@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
-import sys
-import sysconfig
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
+
+from dockyard_sandbox.jail import landlock
 
 LEVELS = ("unsafe", "landlock", "bwrap", "namespaces")
 """Weakest first."""
 SANDBOX_UID = 61_713
-"""Host user of a run when the server is root; it owns nothing else."""
+"""Host user of a run when the server is root; it owns nothing else. Landlock runs take one of the 4096 above it."""
+REMEDIES = {
+    "namespaces": "run as root with CAP_SYS_ADMIN, or allow user namespaces (kernel.unprivileged_userns_clone=1, "
+    "kernel.apparmor_restrict_unprivileged_userns=0; Docker: --security-opt seccomp=unconfined)",
+    "bwrap": "install bubblewrap; it needs user namespaces too, or the setuid form",
+    "landlock": f"use a kernel with Landlock ABI {landlock.MIN_ABI} or later (Linux 6.2) and 'landlock' in lsm=",
+}
+"""How to get each level."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,59 +34,62 @@ class Isolation:
     """Host uid of a run; 0 = the server's own (unprivileged) user."""
     bwrap: str | None = None
     notes: tuple[str, ...] = ()
+    """What this level does not give."""
 
     def satisfies(self, minimum: str) -> bool:
         """Whether this level is at least ``minimum``."""
         return LEVELS.index(self.level) >= LEVELS.index(minimum)
 
 
+_WEAKER = {
+    "bwrap": ("the tree is copied, without a size limit of its own",),
+    "landlock": (
+        "no namespaces: the tree is copied, disk_mb holds per file, and files outside can be seen to exist",
+        "no sockets but socketpair, no /proc, no /dev/shm",
+    ),
+    "unsafe": ("nothing keeps a run from the machine",),
+}
+
+
 def candidates() -> list[Isolation]:
     """Levels worth probing on this machine, strongest first; never ``unsafe``."""
     uid = SANDBOX_UID if os.geteuid() == 0 else 0
     found = [
-        Isolation(level="namespaces", tree=tree, seccomp=seccomp, uid=uid)
+        Isolation(
+            level="namespaces",
+            tree=tree,
+            seccomp=seccomp,
+            uid=uid,
+            notes=() if seccomp else ("this kernel refuses a seccomp filter",),
+        )
         for seccomp in (True, False)
         for tree in ("overlay", "copy")
     ]
     bwrap = shutil.which("bwrap")
     if bwrap is not None:
-        found.append(Isolation(level="bwrap", tree="copy", seccomp=False, uid=0, bwrap=bwrap))
+        for seccomp in (True, False):
+            notes = _WEAKER["bwrap"] if seccomp else (*_WEAKER["bwrap"], "no seccomp filter")
+            found.append(Isolation(level="bwrap", tree="copy", seccomp=seccomp, uid=0, bwrap=bwrap, notes=notes))
+    if landlock.abi() >= landlock.MIN_ABI:
+        notes = _WEAKER["landlock"]
+        if uid == 0:
+            notes += ("the server is no root: the files of the tests are read-only by their mode alone",)
+        if landlock.abi() < 6:
+            notes += (f"Landlock ABI {landlock.abi()} < 6: runs of one user can signal each other",)
+        found.append(Isolation(level="landlock", tree="copy", seccomp=True, uid=uid, notes=notes))
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Environment:
-    """The interpreter that runs the tests, and the directories that it needs."""
-
-    python: str
-    binds: tuple[str, ...]
-    import_paths: tuple[str, ...]
-    """Where pytest lies, if the interpreter does not find it by itself."""
-    modules: frozenset[str] = frozenset()
-    """Top-level modules installed beside the interpreter: a tree must not shadow them anew."""
+def unsafe() -> Isolation:
+    """No isolation; only by explicit wish."""
+    return Isolation(level="unsafe", tree="copy", seccomp=False, uid=0, notes=_WEAKER["unsafe"])
 
 
-def own_environment() -> Environment:
-    """The executor's own interpreter with its pytest. Raises ModuleNotFoundError when it has none."""
-    spec = find_spec("pytest")
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("the executor's interpreter has no pytest; install it beside dockyard-sandbox")
-    site = str(Path(spec.origin).parent.parent)
-    prefixes = {os.path.realpath(sys.base_prefix), sys.base_prefix, sys.prefix}
-    binds = prefixes | ({site} if not any(site.startswith(f"{prefix}/") for prefix in prefixes) else set())
-    outer = [path for path in sorted(binds) if not any(path.startswith(f"{other}/") for other in binds)]
-    return Environment(
-        python=sys.executable,
-        binds=tuple(outer),
-        import_paths=() if site.startswith(f"{sys.prefix}/") else (site,),
-        modules=_modules_in({site, *(sysconfig.get_path(name) for name in ("purelib", "platlib"))}),
-    )
-
-
-def _modules_in(directories: set[str]) -> frozenset[str]:
-    stems = set()
-    for directory in directories:
-        for path in Path(directory).glob("*"):
-            if path.suffix in (".py", ".so") or path.is_dir():
-                stems.add(path.name.split(".")[0] if path.is_file() else path.name)
-    return frozenset(stem for stem in stems if stem.isidentifier() and stem != "__pycache__")
+def absent() -> dict[str, str]:
+    """Why a level is not even a candidate here."""
+    found = {}
+    if shutil.which("bwrap") is None:
+        found["bwrap"] = "no bwrap on PATH"
+    if landlock.abi() < landlock.MIN_ABI:
+        found["landlock"] = f"Linux {platform.release()} offers Landlock ABI {landlock.abi()}"
+    return found

@@ -11,22 +11,27 @@ import marshal
 import os
 import py_compile
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dockyard_sandbox.cancellation import Cancellation
-from dockyard_sandbox.isolation import Environment, Isolation
+from dockyard_sandbox.cgroups import ControlGroups
+from dockyard_sandbox.environments import Environment, EnvironmentStore
+from dockyard_sandbox.isolation import Isolation
 from dockyard_sandbox.judge import RunResult
 from dockyard_sandbox.wire import Limits
 
 MAX_RECORD_BYTES = 32 * 1024 * 1024
+_SETUP_S, _STOP_S = 120.0, 30.0  # past a run's deadline, in which its supervisor must have set it up and stopped it
 _RUNNER_DIRECTORY = "/opt/dockyard"
 _PACKAGE = Path(__file__).parent
 _BOOT = "import sys; sys.path.insert(0, sys.argv[2]); from jail.main import main; main(int(sys.argv[1]))"
@@ -44,20 +49,45 @@ class Workload:
     pytest_arguments: list[str]
     timeout_s: float
     limits: Limits
+    patch_file: str | None = None
+    """One of ``files`` that GNU patch is to apply, instead of any test; the records say what it changed."""
+    environment: str | None = None
 
 
 class Jailer:
-    """Owns the launcher process and the compiled runner."""
+    """Owns the launcher process and the compiled runner.
 
-    def __init__(self, scratch: Path, environment: Environment, isolation: Isolation) -> None:
+    Args:
+        scratch: directory of this server.
+        environment: the executor's own interpreter.
+        isolation: the level of every run.
+        groups: control groups for runs; None = none.
+        environments: imported ones; None = none.
+    """
+
+    def __init__(
+        self,
+        scratch: Path,
+        environment: Environment,
+        isolation: Isolation,
+        *,
+        groups: ControlGroups | None = None,
+        environments: EnvironmentStore | None = None,
+    ) -> None:
         self.isolation = isolation
         self.environment = environment
+        self.environments = environments
+        self.groups = groups or ControlGroups()
         self._mount_point = scratch / "mnt"
         self._mount_point.mkdir(mode=0o755, exist_ok=True)
-        self._runner = scratch / "runner" / "runner.pyc"
-        self._runner.parent.mkdir(mode=0o755, exist_ok=True)
-        py_compile.compile(str(_PACKAGE / "runner.py"), cfile=str(self._runner), dfile="runner.py", doraise=True)
-        self._runner.chmod(0o644)
+        self._programs = scratch / "runner"
+        self._programs.mkdir(mode=0o755, exist_ok=True)
+        for name in ("runner", "patcher"):
+            source, compiled = _PACKAGE / f"{name}.py", self._programs / f"{name}.pyc"
+            py_compile.compile(str(source), cfile=str(compiled), dfile=f"{name}.py", doraise=True)
+            shutil.copyfile(source, compiled.with_suffix(".py"))  # for other versions of Python
+        for path in self._programs.iterdir():
+            path.chmod(0o644)
         self._lock = threading.Lock()
         self._launcher: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
@@ -68,68 +98,94 @@ class Jailer:
         record_read, record_write = os.pipe()
         result_read, result_write = os.pipe()
         control_read, control_write = os.pipe()
-        job = self._job_file()
+        job = self.message_file(self._job(work))
         theirs = [job, output_write, record_write, result_write, control_read]
         ours = [output_read, record_read, result_read]
         cancellation.attach(control_write)
         try:
             try:
-                self._write_job(job, work)
-                self._send(theirs)
+                self.send(theirs)
             finally:
                 for fd in theirs:
                     os.close(fd)
-            return _pump(ours, cancellation, work.limits.output_kb * 1024)
+            return _pump(ours, cancellation, work.limits.output_kb * 1024, work.timeout_s)
         finally:
             cancellation.release()
             for fd in ours:
                 os.close(fd)
 
     def close(self) -> None:
-        """End the launcher and wait for it."""
+        """End the launcher and wait for it, and remove the control groups."""
         with self._lock:
             self._stop_launcher()
+        self.groups.close()
 
-    def _job_file(self) -> int:
+    def message_file(self, message: dict[str, Any]) -> int:
+        """A descriptor from which ``message`` can be read once, by another process."""
         try:
-            return os.memfd_create("job")
+            fd = os.memfd_create("job")
         except PermissionError:  # a server inside a sandbox like ours
-            with tempfile.TemporaryFile(dir=self._mount_point.parent) as file:
-                return os.dup(file.fileno())
-
-    def _write_job(self, fd: int, work: Workload) -> None:
-        runner = str(self._runner) if self.isolation.level == "unsafe" else f"{_RUNNER_DIRECTORY}/{self._runner.name}"
-        runner_configuration = {"arguments": work.pytest_arguments, "import_paths": self.environment.import_paths}
-        message = {
-            "level": self.isolation.level,
-            "tree": self.isolation.tree,
-            "seccomp": self.isolation.seccomp,
-            "uid": self.isolation.uid,
-            "bwrap": self.isolation.bwrap,
-            "mount_point": str(self._mount_point),
-            "binds": [
-                *((path, path) for path in self.environment.binds),
-                (str(self._runner.parent), _RUNNER_DIRECTORY),
-            ],
-            "lower": str(work.lower),
-            "files": work.files,
-            "deleted": work.deleted,
-            "readonly": work.readonly,
-            "argv": [
-                *(self.environment.python, "-P", "-s", "-B", runner),
-                json.dumps(runner_configuration),
-            ],
-            "env": run_environment(),
-            "deadline_s": work.timeout_s,
-            "memory_mb": work.limits.memory_mb,
-            "pids": work.limits.pids,
-            "disk_mb": work.limits.disk_mb,
-        }
+            with tempfile.TemporaryFile(dir=self._mount_point.parent) as temporary:
+                fd = os.dup(temporary.fileno())
         with open(fd, "wb", closefd=False) as file:
             marshal.dump(message, file)
         os.lseek(fd, 0, os.SEEK_SET)
+        return fd
 
-    def _send(self, fds: list[int]) -> None:
+    def job(self, *, lower: Path, limits: Limits, environment: str | None, timeout_s: float) -> dict[str, Any]:
+        """What the jail is told of any run: see ``jail/main.py``. Raises UnknownEnvironment."""
+        found = self._environment(environment)
+        return {
+            "level": self.isolation.level,
+            "tree": self.isolation.tree,
+            "seccomp": self.isolation.seccomp,
+            "seccomp_fd": -1,
+            "uid": self.isolation.uid,
+            "drop_to": self.isolation.uid if self.isolation.level == "landlock" else 0,
+            "landlock": None,
+            "bwrap": self.isolation.bwrap,
+            "wrap": [],
+            "cgroups": [(parent, list(names)) for parent, names in self.groups.parents],
+            "cpus": limits.cpus,
+            "is_session": False,
+            "tmp": "/tmp",
+            "rootfs": found.rootfs,
+            "mount_point": str(self._mount_point),
+            "binds": [*((path, path) for path in found.binds), (str(self._programs), _RUNNER_DIRECTORY)],
+            "lower": str(lower),
+            "files": {},
+            "deleted": [],
+            "readonly": [],
+            "argv": [],
+            "env": {**run_environment(), **found.env},
+            "deadline_s": timeout_s,
+            "memory_mb": limits.memory_mb,
+            "pids": limits.pids,
+            "disk_mb": limits.disk_mb,
+        }
+
+    def _environment(self, name: str | None) -> Environment:
+        return self.environment if self.environments is None else self.environments.get(name)
+
+    def _job(self, work: Workload) -> dict[str, Any]:
+        is_moved = self.isolation.level in ("namespaces", "bwrap")
+        name = "runner" if work.patch_file is None else "patcher"
+        program = f"{_RUNNER_DIRECTORY if is_moved else self._programs}/{name}.pyc"
+        # the fuzzy patch is applied by the host's interpreter, whatever the tests run with
+        found = self._environment(work.environment if work.patch_file is None else None)
+        configuration: dict[str, Any] = {"arguments": work.pytest_arguments, "import_paths": found.import_paths}
+        if work.patch_file is not None:
+            configuration = {"patch_file": work.patch_file}
+        return {
+            **self.job(lower=work.lower, limits=work.limits, environment=work.environment, timeout_s=work.timeout_s),
+            "files": work.files,
+            "deleted": work.deleted,
+            "readonly": work.readonly,
+            "argv": [*found.command(program), json.dumps(configuration)],
+        }
+
+    def send(self, fds: list[int]) -> None:
+        """Give the launcher one job, named by its descriptors. Raises OSError."""
         with self._lock:
             for attempt in range(2):
                 if self._channel is None:
@@ -184,17 +240,22 @@ def run_environment() -> dict[str, str]:
     }
 
 
-def _pump(fds: list[int], cancellation: Cancellation, max_output_bytes: int) -> RunResult:
-    """Read a run's pipes to their ends; stop the run when it writes too much."""
+def _pump(fds: list[int], cancellation: Cancellation, max_output_bytes: int, timeout_s: float) -> RunResult:
+    """Read a run's pipes to their ends; stop the run when it writes too much, or when its supervisor does not."""
     buffers = {fd: bytearray() for fd in fds}
     output, records, result = fds
     caps = {output: max_output_bytes, records: MAX_RECORD_BYTES, result: 1 << 20}
     over_limit = False
+    ends = [time.monotonic() + timeout_s + _SETUP_S, time.monotonic() + timeout_s + _SETUP_S + _STOP_S]
     with selectors.DefaultSelector() as selector:
         for fd in fds:
             selector.register(fd, selectors.EVENT_READ)
-        while selector.get_map():
-            for key, _ in selector.select():
+        while selector.get_map() and ends:
+            ready = selector.select(max(0.0, ends[0] - time.monotonic()))
+            if not ready and time.monotonic() >= ends[0]:
+                ends.pop(0)
+                cancellation.release()
+            for key, _ in ready:
                 chunk = os.read(key.fd, 65536)
                 if not chunk:
                     selector.unregister(key.fd)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dockyard_core import TestStatus, Verdict, VerdictStatus
+from dockyard_sandbox.canaries import Canary
 from dockyard_sandbox.records import RecordStream
 from dockyard_sandbox.wire import TaskRequest
 
 _PASSING = (TestStatus.PASSED, TestStatus.XFAILED)
+# An expected failure satisfies FAIL_TO_PASS only: a kept test must pass. SWE-bench is laxer.
+_KEPT = {
+    "strict": (TestStatus.PASSED,),
+    "swebench": (TestStatus.PASSED, TestStatus.XFAILED, TestStatus.SKIPPED),
+}
 _PYTEST_RAN = (0, 1)
 _PYTEST_FOUND_NOTHING = (4, 5)
 _PYTEST_INTERRUPTED = 2
@@ -50,17 +56,31 @@ def early_verdict(
 
 
 def judge(
-    request: TaskRequest, run: RunResult, stream: RecordStream, *, isolation: str, flags: tuple[str, ...], tree_key: str
+    request: TaskRequest,
+    run: RunResult,
+    stream: RecordStream,
+    *,
+    isolation: str,
+    flags: tuple[str, ...],
+    tree_key: str,
+    canaries: Sequence[Canary] = (),
 ) -> Verdict:
-    """Combine the end of the process, the record stream and the deciding ids into one verdict."""
+    """Combine the end of the process, the record stream and the deciding ids into one verdict.
+
+    A canary that tells against the run makes it `tampered`, and names itself in a flag ``canary_…``.
+    """
     tests = {test: stream.tests.get(test, TestStatus.MISSING) for test in request.deciding_ids}
     passed = {test for test, status in tests.items() if status in _PASSING}
-    # an expected failure satisfies FAIL_TO_PASS only; a kept test must pass
-    kept = {test for test in request.pass_to_pass if tests[test] is TestStatus.PASSED}
+    kept = {test for test in request.pass_to_pass if tests[test] in _KEPT[request.apply]}
     fail_to_pass = (len(passed & set(request.fail_to_pass)), len(request.fail_to_pass))
     pass_to_pass = (len(kept), len(request.pass_to_pass))
     all_good = fail_to_pass[0] == fail_to_pass[1] and pass_to_pass[0] == pass_to_pass[1]
     status, detail = _status(run, stream, all_good)
+    found = canary_findings(stream, canaries, is_resolved=status is VerdictStatus.RESOLVED)
+    if found and status in (VerdictStatus.RESOLVED, VerdictStatus.UNRESOLVED):
+        status, detail = VerdictStatus.TAMPERED, f"a test that must fail did not: {', '.join(found)}"
+    elif canaries and status is VerdictStatus.RESOLVED:
+        detail += f"; {len(canaries)} canaries failed as they must"
     scored = status in (VerdictStatus.RESOLVED, VerdictStatus.UNRESOLVED)
     if not scored:
         fail_to_pass, pass_to_pass = (0, fail_to_pass[1]), (0, pass_to_pass[1])
@@ -70,13 +90,30 @@ def judge(
         fail_to_pass=fail_to_pass,
         pass_to_pass=pass_to_pass,
         tests=tests,
-        flags=flags + stream.contradictions,
+        flags=stream.contradictions + found + flags,
         isolation=isolation,
         duration_s={"start": run.start_s, "test": run.test_s, "cpu": run.cpu_s},
         log=run.output[-16_384:].decode(errors="replace"),
         evidence=evidence(request, tree_key.encode(), run.records),
         detail=detail,
     )
+
+
+def canary_findings(stream: RecordStream, canaries: Iterable[Canary], *, is_resolved: bool) -> tuple[str, ...]:
+    """What the canaries say against a run.
+
+    A canary that passed beside its original contradicts it. One that is proven and was not reported
+    as failed, beside an original that passed in a run that resolves, was left out by whoever wrote the report.
+    """
+    found = []
+    for canary in canaries:
+        if stream.tests.get(canary.original) not in _PASSING:
+            continue
+        status = stream.tests.get(canary.test, TestStatus.MISSING)
+        is_left_out = is_resolved and canary.is_proven and status is not TestStatus.FAILED
+        if status is TestStatus.PASSED or is_left_out:
+            found.append(f"canary_{status}:{canary.original}")
+    return tuple(found)
 
 
 def _status(run: RunResult, stream: RecordStream, all_good: bool) -> tuple[VerdictStatus, str]:

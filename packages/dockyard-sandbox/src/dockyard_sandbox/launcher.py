@@ -51,6 +51,7 @@ def start_server(
     port: int = 0,
     workers: int | None = None,
     max_queue: int | None = None,
+    max_sessions: int | None = None,
     min_isolation: str | None = None,
     token_file: Path | str | None = None,
     timeout_s: float = 60.0,
@@ -61,6 +62,7 @@ def start_server(
         root: directory of its repositories and trees; what it writes to stderr goes to ``serve.log`` there.
         workers: tests run at once; None = the number of CPUs.
         max_queue: tasks that may wait for a worker; None = the server's default.
+        max_sessions: sessions that may be open at once; None = the server's default.
         min_isolation: None = the strongest level that the machine gives.
         timeout_s: how long it may take to be ready.
 
@@ -74,6 +76,7 @@ def start_server(
     for name, value in (
         ("workers", workers),
         ("max-queue", max_queue),
+        ("max-sessions", max_sessions),
         ("min-isolation", min_isolation),
         ("token-file", token_file),
     ):

@@ -5,18 +5,20 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from dockyard_core import Verdict, VerdictStatus
-from dockyard_sandbox.apply import Applier, Delta, PatchRejected, PolicyViolation
+from dockyard_sandbox.apply import REGULAR, Applier, Delta, PatchRejected, PolicyViolation
 from dockyard_sandbox.cancellation import Cancellation
 from dockyard_sandbox.control_plane import CONFIG_NAMES, ControlPlane, control_plane, restore
+from dockyard_sandbox.flags import scan
 from dockyard_sandbox.gitcmd import Git
 from dockyard_sandbox.jailer import Workload
 from dockyard_sandbox.judge import early_verdict
 from dockyard_sandbox.repos import RepoStore
+from dockyard_sandbox.rungs import RunBlocking, apply_on_rungs
 from dockyard_sandbox.trees import EXECUTABLE, SYMLINK, BaseTree, Entry, TreeStore
 from dockyard_sandbox.wire import TaskRequest
 
@@ -33,6 +35,8 @@ class Prepared:
     workload: Workload
     xfail_files: frozenset[str]
     """Deciding test files in which an expected failure is written."""
+    test_files: Mapping[str, tuple[bool, bytes]]
+    """Deciding test files that are regular files, as the run will find them: (executable, content)."""
     flags: tuple[str, ...]
     tree_key: str
     """Names the patched tree: the base tree's id and every changed path with its blob."""
@@ -50,6 +54,8 @@ class Preparer:
         isolation: str,
         *,
         installed: frozenset[str] = frozenset(),
+        modules_of: Callable[[str | None], frozenset[str]] | None = None,
+        run: RunBlocking,
     ) -> None:
         self._git = git
         self._repos = repos
@@ -57,6 +63,8 @@ class Preparer:
         self._applier = applier
         self._isolation = isolation
         self._installed = installed
+        self._modules_of = modules_of
+        self._run = run
         self._lock = threading.Lock()
         self._test_deltas: OrderedDict[tuple[str, str], Delta] = OrderedDict()
 
@@ -71,25 +79,32 @@ class Preparer:
             test_delta = self._test_delta(base, request.test_patch)
         except (PatchRejected, PolicyViolation) as error:
             return self._early(request, VerdictStatus.TEST_PATCH_FAILED, f"test_patch: {error}")
+        cancellation, flags = cancellation or Cancellation(), tuple[str, ...]()
         try:
-            model_delta = self._applier.apply(base, request.model_patch, cancellation)
+            if request.apply == "swebench":
+                model_delta, rung = apply_on_rungs(self._applier, self._run, base, request.model_patch, cancellation)
+                flags = (f"rung:{rung}",)
+            else:
+                model_delta = self._applier.apply(base, request.model_patch, cancellation)
         except PatchRejected as error:
             return self._early(request, VerdictStatus.APPLY_FAILED, str(error))
         except PolicyViolation as error:
             return self._early(request, VerdictStatus.POLICY_VIOLATION, str(error))
-        return self._combine(request, base, model_delta, test_delta)
+        return self._combine(request, base, model_delta, test_delta, flags)
 
     def close(self) -> None:
         """End the git calls in flight."""
         self._git.close()
 
-    def _combine(self, request: TaskRequest, base: BaseTree, model: Delta, tests: Delta) -> Prepared | Verdict:
+    def _combine(
+        self, request: TaskRequest, base: BaseTree, model: Delta, tests: Delta, flags: tuple[str, ...]
+    ) -> Prepared | Verdict:
         plane = control_plane(
             base.entries,
             request.deciding_ids,
             tests.changes,
             resolve=base.resolve,
-            installed=self._installed,
+            installed=self._installed if self._modules_of is None else self._modules_of(request.environment),
             model_changes=model.changes,
         )
         kept, undone = restore(
@@ -99,7 +114,8 @@ class Preparer:
             contents=model.contents,
         )
         changes = {**kept, **tests.changes}
-        flags = tuple(f"restored:{path}" for path in undone)
+        flags += tuple(f"restored:{path}" for path in undone)
+        flags += scan(kept, model.contents, lambda path: _read(base, path))
         contents = {**model.contents, **tests.contents}
         final = {path for path in base.entries if changes.get(path, base) is not None}
         final |= {path for path, entry in changes.items() if entry is not None}
@@ -122,8 +138,10 @@ class Preparer:
                 pytest_arguments=arguments,
                 timeout_s=request.timeout_s,
                 limits=request.limits,
+                environment=request.environment,
             ),
             xfail_files=_xfail_files(request, base, changes, contents, final),
+            test_files=_test_files(request, base, changes, contents),
             flags=flags,
             tree_key=_tree_key(base, changes),
         )
@@ -147,9 +165,33 @@ class Preparer:
         return delta
 
 
+def _deciding_files(request: TaskRequest) -> dict[str, None]:
+    return dict.fromkeys(test.split("::", 1)[0] for test in request.deciding_ids)
+
+
+def _test_files(
+    request: TaskRequest,
+    base: BaseTree,
+    changes: Mapping[str, Entry | None],
+    contents: Mapping[str, bytes],
+) -> dict[str, tuple[bool, bytes]]:
+    found = {}
+    for path in _deciding_files(request):
+        entry = changes.get(path, base.entries.get(path))
+        if entry is not None and entry.mode in REGULAR:
+            content = contents[entry.blob] if path in changes else _read(base, path)
+            found[path] = (entry.mode == EXECUTABLE, content)
+    return found
+
+
+def _read(base: BaseTree, path: str) -> bytes:
+    """A file of the base tree; b"" when it has no regular file there."""
+    return (base.directory / path).read_bytes() if base.entries.get(path, _NO_ENTRY).mode in REGULAR else b""
+
+
 def _pytest_arguments(request: TaskRequest, base: BaseTree, final: set[str]) -> list[str]:
     """pytest on the files of the deciding tests, in the order of the ids; [] = none of them exists."""
-    files = dict.fromkeys(test.split("::", 1)[0] for test in request.deciding_ids)
+    files = _deciding_files(request)
     present = [path for path in files if path in final or base.resolve(path) in final]
     if not present:
         return []

@@ -31,6 +31,7 @@ class _Record(BaseModel):
     imperative: bool = False
     end: int | None = None
     changed: list[str] = []
+    hooks: list[str] = []
 
     @model_validator(mode="after")
     def _one_kind(self) -> _Record:
@@ -53,6 +54,8 @@ class RecordStream:
     num_memory_errors: int = 0
     contradictions: tuple[str, ...] = field(default=())
     """Findings that an honest runner cannot produce."""
+    hook_files: frozenset[str] = frozenset()
+    """Files of the tree, other than conftest.py, that implement hooks of pytest."""
 
 
 def read_records(stream: bytes, *, xfail_files: Iterable[str]) -> RecordStream:
@@ -85,6 +88,7 @@ def read_records(stream: bytes, *, xfail_files: Iterable[str]) -> RecordStream:
         collect_errors=tuple(r.collect_error for r in records if r.collect_error is not None),
         num_memory_errors=sum(r.raised == "MemoryError" for r in records),
         contradictions=tuple(dict.fromkeys([*contradictions, *_disorder(records), *found, *changed])),
+        hook_files=frozenset(path for record in records for path in record.hooks),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import hashlib
 import json
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,6 +18,7 @@ from urllib.parse import urlsplit
 from dockyard_sandbox.gitcmd import Git, GitFailed
 
 CLONE_TIMEOUT_S = 1800.0
+_MAX_FETCHES = 4
 
 
 class UnknownRepo(ValueError):
@@ -31,15 +34,25 @@ class FetchFailed(Exception):
 
 
 class RepoStore:
-    """Registered names and mirrored objects under ``root/repos``."""
+    """Registered names and mirrored objects under ``root/repos``.
 
-    def __init__(self, root: Path, git: Git) -> None:
+    Args:
+        root: the server's directory.
+        git: runs git.
+        allowed: beginnings of the paths and URLs that a task may name without a registered name; () = any.
+    """
+
+    def __init__(self, root: Path, git: Git, *, allowed: tuple[str, ...] = ()) -> None:
+        self._allowed = allowed
         self._directory = root / "repos"
         self._directory.mkdir(parents=True, exist_ok=True)
         self._names_path = root / "repos.json"
         self._names: dict[str, str] = json.loads(self._names_path.read_text()) if self._names_path.exists() else {}
         self._git = git
         self._guard = threading.Lock()
+        # of their own: a clone can take half an hour, and nothing else may wait for that
+        self._remote = ThreadPoolExecutor(max_workers=_MAX_FETCHES, thread_name_prefix="fetch")
+        self._local = ThreadPoolExecutor(max_workers=_MAX_FETCHES, thread_name_prefix="copy")
         self._commits: dict[tuple[str, str], str] = {}
 
     def names(self) -> dict[str, str]:
@@ -60,6 +73,11 @@ class RepoStore:
     def resolve(self, repo: str, *, registered: bool = True) -> str:
         """Return the source that ``repo`` means. Raises UnknownRepo."""
         source = self._names.get(repo, repo) if registered else repo
+        if registered and repo not in self._names and not self._is_allowed(repo):
+            raise UnknownRepo(
+                f"repo must be a registered name or begin with one of {list(self._allowed)}, got {repo!r}; "
+                "register names with PUT /repos"
+            )
         parts = urlsplit(source)
         if parts.scheme == "https" and parts.hostname and not parts.username:
             return source
@@ -72,6 +90,19 @@ class RepoStore:
         if not path.exists():
             raise UnknownRepo(f"repo {repo!r} does not exist on this machine")
         return str(path)
+
+    def _is_allowed(self, source: str) -> bool:
+        if not self._allowed:
+            return True
+        parts = urlsplit(source).path.split("/")
+        return not {".", ".."} & set(parts) and any(source.startswith(prefix) for prefix in self._allowed)
+
+    async def check(self, repo: str, commit: str) -> None:
+        """Make sure that ``commit`` is there, fetching if need be. Raises as `tree_of` does."""
+        source = self.resolve(repo)
+        if (source, commit.lower()) not in self._commits:
+            threads = self._remote if source.startswith("https:") else self._local
+            await asyncio.get_running_loop().run_in_executor(threads, self.tree_of, repo, commit.lower())
 
     def tree_of(self, repo: str, commit: str) -> tuple[Path, str]:
         """Return (bare repository, tree id) that has ``commit``, cloning or fetching as needed.

@@ -1,4 +1,4 @@
-# ruff: noqa: E402, PTH109
+# ruff: noqa: E402, PTH109, PTH119, PTH120
 # The collector stops before the imports that it would slow down.
 """Runs inside the sandbox: pytest, with every outcome written to the record pipe.
 
@@ -8,7 +8,7 @@ and pytest only, and pytest before any directory of the repository can be import
 Records are JSON lines on descriptor 3, numbered from 0 without a gap: ``{"n", "collect_error": id}``,
 ``{"n", "collected": [ids], "marked": [ids], "expecting": [ids], "origins": {file of ids: file executed}}``,
 ``{"n", "id", "when", "outcome", "raised", "xfail", "imperative"}`` and last ``{"n", "end": exit code,
-"changed": [names]}``.
+"changed": [names], "hooks": [files that implement hooks, relative to the root]}``.
 
 What decides is captured before repository code runs: that code can replace any name afterwards.
 """
@@ -19,6 +19,7 @@ import gc
 
 gc.disable()  # importing pytest allocates much and frees little
 
+import builtins
 import json
 import os
 import sys
@@ -37,9 +38,14 @@ _PROBED = (
     ("_pytest.skipping", "pytest_runtest_makereport", "pytest_runtest_call"),
     ("_pytest.unittest", "TestCaseFunction.runtest", "TestCaseFunction._addexcinfo"),
     ("unittest.case", "_ShouldStop", "_Outcome.testPartExecutor", "TestCase.run", "TestCase._callTestMethod"),
+    ("_pytest.assertion.rewrite", "AssertionRewritingHook.exec_module", "_call_reprcompare"),
+    ("_pytest.main", "Session.pytest_runtest_logreport", "wrap_session", "pytest_runtestloop"),
     ("pluggy._callers", "_multicall"),
-    ("pluggy._hooks", "HookCaller.__call__"),
+    ("pluggy._hooks", "HookCaller.__call__", "HookCaller.get_hookimpls"),
+    ("pluggy._manager", "PluginManager._hookexec", "PluginManager.register"),
 )
+# Names of the interpreter that an assertion or a report goes through.
+_PROBED_BUILTINS = ("AssertionError", "Exception", "BaseException", "isinstance", "len", "repr", "__build_class__")
 
 
 def _functions() -> dict[str, tuple[Any, Any]]:
@@ -53,6 +59,8 @@ def _functions() -> dict[str, tuple[Any, Any]]:
             value = getattr(value, "__func__", value)  # a class method is bound anew by every look-up
             if value is not None:
                 found[f"{module}.{name}"] = (value, getattr(value, "__code__", None))
+    for name in _PROBED_BUILTINS:
+        found[f"builtins.{name}"] = (getattr(builtins, name, None), None)
     return found
 
 
@@ -102,6 +110,7 @@ def _plugin(record: Callable[..., None], origins: _Origins) -> Any:
     from _pytest.unittest import TestCaseFunction
 
     imperative, function, testcase = pytest.xfail.Exception, pytest.Function, TestCaseFunction
+    hook_files = _hook_files
 
     def expects_failure(item: Any) -> bool:
         flag = "__unittest_expecting_failure__"
@@ -109,9 +118,15 @@ def _plugin(record: Callable[..., None], origins: _Origins) -> Any:
 
     class Recorder:
         hooked = True
+        hook_files: tuple[str, ...] = ()
 
         def pytest_configure(self, config: Any) -> None:
             self.hooked = config.getoption("assertmode") != "plain"  # else pytest has no import hook
+            config.option.maxfail = 0  # every deciding test is run, whatever fails before it
+
+        @pytest.hookimpl(trylast=True)
+        def pytest_sessionfinish(self, session: Any) -> None:
+            self.hook_files = hook_files(session.config.pluginmanager, str(session.config.rootpath))
 
         def pytest_collection_finish(self, session: Any) -> None:
             root = str(session.config.rootpath)
@@ -148,6 +163,24 @@ def _plugin(record: Callable[..., None], origins: _Origins) -> Any:
     return Recorder()
 
 
+def _hook_files(manager: Any, root: str) -> tuple[str, ...]:
+    """What implements hooks besides pytest, the environment and conftest files: plugins of the tree, or of a patch.
+
+    Paths are relative to ``root`` where they lie below it.
+    """
+    installed = tuple(
+        {sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(sys.modules["pytest"].__file__ or ""))}
+    )
+    files = set()
+    for caller in list(vars(manager.hook).values()):
+        for implementation in getattr(caller, "get_hookimpls", list)():
+            code = getattr(implementation.function, "__code__", None)
+            file = getattr(code, "co_filename", None) or type(implementation.function).__name__
+            if not file.startswith(installed) and os.path.basename(file) not in ("conftest.py", "runner.py"):
+                files.add(file.removeprefix(root + os.sep))
+    return tuple(sorted(files))
+
+
 def main(arguments: list[str], import_paths: list[str]) -> int:
     """Run pytest on ``arguments`` in the current directory and return its exit code."""
     sys.path[:0] = import_paths
@@ -160,9 +193,11 @@ def main(arguments: list[str], import_paths: list[str]) -> int:
     origins.watch()
     before = probe()
     sys.path.insert(0, os.getcwd())  # what `python -m pytest` does
-    code = int(pytest.main(arguments, plugins=[_plugin(record, origins)]))
+    recorder = _plugin(record, origins)
+    code = int(pytest.main(arguments, plugins=[recorder]))
     after = probe()
-    record(end=code, changed=[name for name, known in before.items() if not _same(known, after.get(name))])
+    changed = [name for name, known in before.items() if not _same(known, after.get(name))]
+    record(end=code, changed=changed, hooks=recorder.hook_files)
     return code
 
 

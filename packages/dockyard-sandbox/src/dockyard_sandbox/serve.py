@@ -10,32 +10,33 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
 
 from dockyard_core import ConfigError
-from dockyard_sandbox import janitor
-from dockyard_sandbox.app import Api
+from dockyard_sandbox import cgroups, janitor
+from dockyard_sandbox.app import Api, Service
 from dockyard_sandbox.apply import Applier
-from dockyard_sandbox.cancellation import Cancellation
+from dockyard_sandbox.environments import BadEnvironment, EnvironmentStore
 from dockyard_sandbox.executor import Executor
-from dockyard_sandbox.gitcmd import write_git_config
-from dockyard_sandbox.isolation import Isolation, candidates, own_environment
-from dockyard_sandbox.jailer import Jailer, Workload
-from dockyard_sandbox.judge import RunResult
+from dockyard_sandbox.gitcmd import Git, write_git_config
+from dockyard_sandbox.jailer import Jailer
+from dockyard_sandbox.journal import Journal
+from dockyard_sandbox.metrics import Metrics
 from dockyard_sandbox.prepare import Preparer
+from dockyard_sandbox.probing import find_jailer as find_jailer
+from dockyard_sandbox.probing import probe_environment
+from dockyard_sandbox.queueing import Admission
 from dockyard_sandbox.repos import RepoStore
+from dockyard_sandbox.sessions import SessionStore
+from dockyard_sandbox.tasks import TaskBoard, interrupted_reply
+from dockyard_sandbox.tokens import Tokens
 from dockyard_sandbox.trees import TreeStore
-from dockyard_sandbox.wire import Limits
 
-_PROBE = "import os\n\n\ndef test_probe():\n    assert os.getcwd()\n"
 _GRACE_S = 1.0  # what runs in flight get to finish after a stop signal
 _SHUTDOWN_S = 10
 _KEEP_ALIVE_S = 75  # longer than any client keeps an idle connection, so that none is cut in use
@@ -48,11 +49,14 @@ class ServeConfig:
     root: Path
     host: str = "127.0.0.1"
     port: int = 0
-    token: str | None = None
+    tokens: Tokens | None = None
     min_isolation: str | None = None
     """None = the strongest level that the probe finds; it is never ``unsafe``."""
     workers: int = dataclasses.field(default_factory=lambda: os.cpu_count() or 1)
     max_queue: int = 1024
+    max_sessions: int = 256
+    repos_from: tuple[str, ...] = ()
+    """Beginnings of the paths and URLs that tasks may name themselves; () = any."""
     dies_with_parent: bool = False
 
     def __post_init__(self) -> None:
@@ -60,7 +64,10 @@ class ServeConfig:
             raise ConfigError(f"--workers must be >= 1, got {self.workers}")
         if set(str(self.root)) & set(":,\\"):
             raise ConfigError(f"--root must have no ':', ',' or backslash (mount options), got {str(self.root)!r}")
-        if self.token is None and not _is_loopback(self.host):
+        for prefix in self.repos_from:
+            if not prefix.endswith("/"):
+                raise ConfigError(f"--repos-from must end with '/', or it allows its neighbours too, got {prefix!r}")
+        if self.tokens is None and not _is_loopback(self.host):
             raise ConfigError(f"--host {self.host} is public and needs --token-file; or bind 127.0.0.1")
 
 
@@ -77,20 +84,65 @@ def executor_on(config: ServeConfig) -> Iterator[Executor]:
 
     Raises ConfigError when the machine gives less than the minimum isolation, or no git or pytest.
     """
+    with _parts_on(config) as parts:
+        yield parts.executor
+
+
+@contextlib.contextmanager
+def environments_on(root: Path) -> Iterator[EnvironmentStore]:
+    """The environments of the server at ``root``, able to probe new ones. Raises ConfigError."""
+    with _parts_on(ServeConfig(root=root, workers=1)) as parts:
+        try:
+            yield parts.environments
+        finally:
+            parts.jailer.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    executor: Executor
+    environments: EnvironmentStore
+    jailer: Jailer
+    trees: TreeStore
+    git: Git
+    scratch: Path
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.jailer.isolation.notes + self.jailer.groups.notes
+
+
+@contextlib.contextmanager
+def _parts_on(config: ServeConfig) -> Iterator[_Parts]:
     if shutil.which("git", path="/usr/local/bin:/usr/bin:/bin") is None:
         raise ConfigError("git must be installed in /usr/bin or /usr/local/bin, found none")
     root = config.root.resolve()
     root.mkdir(parents=True, exist_ok=True)
     janitor.sweep(root)
+    cgroups.sweep()
     scratch = janitor.create_scratch(root)
     try:
-        jailer = find_jailer(scratch, config.min_isolation)
-        git = write_git_config(scratch / "gitconfig")
-        repos = RepoStore(root, git)
-        trees = TreeStore(root, git, owner_uid=jailer.isolation.uid or None)
+        jailer = find_jailer(scratch, config.min_isolation, with_groups=True)
         level = jailer.isolation.level
-        preparer = Preparer(git, repos, trees, Applier(git, scratch), level, installed=jailer.environment.modules)
-        yield Executor(
+        try:
+            environments = EnvironmentStore(root, jailer.environment, level=level)
+        except BadEnvironment as error:
+            raise ConfigError(str(error)) from error
+        jailer.environments = environments
+        environments.probe = lambda name: probe_environment(jailer, scratch, name)
+        git = write_git_config(scratch / "gitconfig")
+        repos = RepoStore(root, git, allowed=config.repos_from)
+        trees = TreeStore(root, git, owner_uid=jailer.isolation.uid or None)
+        preparer = Preparer(
+            git,
+            repos,
+            trees,
+            Applier(git, scratch),
+            level,
+            modules_of=lambda name: environments.get(name).modules,
+            run=jailer.run,
+        )
+        executor = Executor(
             repos=repos,
             preparer=preparer,
             jailer=jailer,
@@ -98,62 +150,27 @@ def executor_on(config: ServeConfig) -> Iterator[Executor]:
             workers=config.workers,
             max_queue=config.max_queue,
         )
+        yield _Parts(executor=executor, environments=environments, jailer=jailer, trees=trees, git=git, scratch=scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def find_jailer(scratch: Path, minimum: str | None) -> Jailer:
-    """Probe the levels, strongest first, with a real run. Raises ConfigError."""
-    try:
-        environment = own_environment()
-    except ModuleNotFoundError as error:
-        raise ConfigError(str(error)) from error
-    tree = scratch / "probe"
-    tree.mkdir()
-    (tree / "test_probe.py").write_text(_PROBE)
-    _compile_pytest(tree)
-    levels = candidates()
-    if minimum == "unsafe":
-        levels.append(Isolation(level="unsafe", tree="copy", seccomp=False, uid=0))
-    reasons: dict[str, str] = {}
-    for isolation in levels:
-        jailer = Jailer(scratch, environment, isolation)
-        failure = _probe(jailer, tree)
-        if failure is None:
-            if minimum is not None and not isolation.satisfies(minimum):
-                jailer.close()
-                break
-            return jailer
-        reasons.setdefault(isolation.level, failure)
-        jailer.close()
-    found = "; ".join(f"{level}: {reason}" for level, reason in reasons.items())
-    raise ConfigError(f"isolation must be at least {minimum or 'bwrap'}, this machine refuses it ({found})")
-
-
-def _probe(jailer: Jailer, tree: Path) -> str | None:
-    work = Workload(
-        lower=tree,
-        files={"test_probe.py": (False, _PROBE.encode())},
-        deleted=[],
-        readonly=["test_probe.py"],
-        pytest_arguments=["test_probe.py"],
-        timeout_s=60.0,
-        limits=Limits(),
+def _service(parts: _Parts, config: ServeConfig) -> Service:
+    metrics = Metrics()
+    admission = Admission(workers=config.workers, max_queue=config.max_queue)
+    journal = Journal(config.root.resolve(), interrupted_reply)
+    sessions = SessionStore(
+        parts.executor, parts.jailer, parts.trees, parts.git, parts.scratch, max_sessions=config.max_sessions
     )
-    run: RunResult = jailer.run(work, Cancellation())
-    if run.end == "exited" and run.exit_code == 0:
-        return None
-    output = " ".join(run.output.decode(errors="replace").split())[-200:]
-    return run.error or output or f"{run.end}, exit code {run.exit_code}"
-
-
-def _compile_pytest(tree: Path) -> None:
-    """Let pytest write its byte code once: inside the sandbox nothing can, and every run would pay."""
-    spec = find_spec("_pytest.main")
-    if spec is not None and spec.origin and not Path(cache_from_source(spec.origin)).exists():
-        command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_probe.py"]
-        environment = {"PATH": os.defpath, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        subprocess.run(command, cwd=tree, env=environment, capture_output=True, check=False)
+    return Service(
+        executor=parts.executor,
+        environments=parts.environments,
+        admission=admission,
+        board=TaskBoard(parts.executor, admission, journal, metrics),
+        sessions=sessions,
+        metrics=metrics,
+        notes=parts.notes,
+    )
 
 
 class _Server(uvicorn.Server):
@@ -194,18 +211,23 @@ class _Server(uvicorn.Server):
 def serve(config: ServeConfig, announce: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError before anything is served."""
     parent = os.getppid()
-    with _listen(config) as listener, executor_on(config) as executor:
+    with _listen(config) as listener, _parts_on(config) as parts:
+        executor, service = parts.executor, _service(parts, config)
 
         @contextlib.asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
             if config.dies_with_parent:
                 server.stop_with(parent)
+            sweeping = asyncio.create_task(service.sessions.sweep_forever())
             yield
+            sweeping.cancel()
+            await service.board.close()
+            await asyncio.to_thread(service.sessions.close_all)
             await executor.close()
 
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        api = Api(executor, config.token)
+        api = Api(service, config.tokens)
         uvicorn_config = uvicorn.Config(
             api.application(lifespan),
             loop="asyncio",

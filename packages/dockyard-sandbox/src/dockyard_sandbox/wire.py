@@ -18,7 +18,10 @@ MAX_PATCH_BYTES = 1024 * 1024
 MAX_TEST_PATCH_BYTES = 16 * 1024 * 1024
 PATCH_TOO_LARGE = "patch_too_large"
 MAX_TASKS = 1024
+MAX_FILE_BYTES = 8 * 1024 * 1024
+"""Of one read or write of a session."""
 MAX_TESTS = 20_000
+ENVIRONMENT_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$"
 
 
 def _json_list(value: object) -> object:
@@ -63,6 +66,8 @@ class Limits(_Closed):
     pids: int = Field(default=128, ge=4, le=32768)
     disk_mb: int = Field(default=256, ge=1, le=1024 * 1024)
     output_kb: int = Field(default=1024, ge=1, le=256 * 1024)
+    cpus: float | None = Field(default=None, ge=0.05, le=1024)
+    """Quota of CPU time; None = an equal share of what runs at once. Needs a writable cpu control group."""
 
 
 class TaskRequest(_Closed):
@@ -75,11 +80,12 @@ class TaskRequest(_Closed):
     test_patch: str = ""
     fail_to_pass: TestIds = Field(alias="FAIL_TO_PASS")
     pass_to_pass: TestIds = Field(default=(), alias="PASS_TO_PASS")
-    environment: Literal["default"] | None = None
+    environment: str | None = Field(default=None, pattern=ENVIRONMENT_NAME)
+    """None or "default" = the executor's own interpreter."""
     test_command: str | None = Field(default=None, max_length=4096)
     timeout_s: float = Field(default=60.0, gt=0, le=86_400)
     limits: Limits = Limits()
-    apply: Literal["strict"] = "strict"
+    apply: Literal["strict", "swebench"] = "strict"
 
     @field_validator("fail_to_pass", "pass_to_pass")
     @classmethod
@@ -140,6 +146,54 @@ class ReposRequest(_Closed):
     repos: dict[Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z0-9][A-Za-z0-9_./-]*$")], str] = Field(
         min_length=1
     )
+
+
+class EnvironmentsRequest(_Closed):
+    """Names under which tasks may speak of environments: name to image archive or unpacked directory."""
+
+    environments: dict[Annotated[str, Field(pattern=ENVIRONMENT_NAME)], str] = Field(min_length=1)
+
+
+class SessionRequest(TaskRequest):
+    """The task that a session works on; its tests stay on the trusted side until it is finished."""
+
+    idle_ttl_s: float = Field(default=600.0, gt=0, le=86_400)
+    """Seconds without a call after which the session is closed."""
+
+    @field_validator("model_patch")
+    @classmethod
+    def _no_patch(cls, patch: str) -> str:
+        if patch:
+            raise ValueError("must be empty: a session starts at base_commit, and its own changes are the patch")
+        return patch
+
+    def task(self, patch: str) -> TaskRequest:
+        """The task with the session's changes as its patch."""
+        fields = self.model_dump(by_alias=True, exclude={"idle_ttl_s"})
+        return TaskRequest.model_validate({**fields, "model_patch": patch})
+
+
+class ExecRequest(_Closed):
+    """One shell command of a session."""
+
+    command: str = Field(min_length=1, max_length=128 * 1024)
+    timeout_s: float = Field(default=60.0, gt=0, le=3600)
+
+
+class ReadRequest(_Closed):
+    """Part of one file of a session."""
+
+    path: str = Field(min_length=1, max_length=4096)
+    offset: int = Field(default=0, ge=0)
+    max_bytes: int = Field(default=256 * 1024, ge=1, le=MAX_FILE_BYTES)
+
+
+class WriteRequest(_Closed):
+    """One file of a session, whole."""
+
+    path: str = Field(min_length=1, max_length=4096)
+    content: str = Field(max_length=MAX_FILE_BYTES * 2)
+    encoding: Literal["utf-8", "base64"] = "utf-8"
 
 
 class Count(_Closed):

@@ -20,7 +20,7 @@ import sys
 import time
 from typing import Any
 
-from . import memory, namespaces, plain, seccomp
+from . import cgroup, memory, namespaces, plain, seccomp
 from . import syscalls as sc
 from .process import Job, report
 
@@ -52,7 +52,10 @@ def _supervise(fds: dict[str, int]) -> None:
         signal.signal(number, signal.SIG_DFL)
     with open(fds["job"], "rb") as file:
         job: Job = marshal.load(file)
-    report(fds["result"], _run(job, fds))
+    try:
+        report(fds["result"], _run(job, fds))
+    except BrokenPipeError:
+        pass  # the server has let go: nobody wants to know any more
 
 
 def _run(job: Job, fds: dict[str, int]) -> dict[str, Any]:
@@ -60,19 +63,25 @@ def _run(job: Job, fds: dict[str, int]) -> dict[str, Any]:
     status_read, fds["status"] = os.pipe()
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)  # the init's pivot_root takes this process along
     namespaced = job["level"] == "namespaces"
+    groups: list[cgroup.Group] = []
     try:
+        groups = cgroup.create(job)
         if namespaced:
             namespaces.enter(job)
         sc.prctl(sc.PR_SET_PDEATHSIG, signal.SIGKILL)
         init = os.fork()
     except OSError as error:
-        return {"end": "setup_failed", "error": f"namespaces: {error}"}
+        cgroup.remove(groups)
+        return {"end": "setup_failed", "error": f"{job['level']}: {error}"}
     if init == 0:
         os.close(proc)
-        _init(job, fds, namespaced)
+        _init(job, fds, namespaced, groups)
     for name in ("output", "records", "status"):
         os.close(fds[name])
     end = _wait(init, fds["control"], proc, job, signal.SIGKILL if namespaced else signal.SIGTERM)
+    if end == "exited" and cgroup.num_oom_kills(groups):
+        end = "memory"
+    cgroup.remove(groups)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     result: dict[str, Any] = {"end": end, "cpu_s": usage.ru_utime + usage.ru_stime, "max_rss_kb": usage.ru_maxrss}
     for message in _messages(status_read):
@@ -85,10 +94,11 @@ def _run(job: Job, fds: dict[str, int]) -> dict[str, Any]:
     return {**result, "start_s": started - began, "test_s": finished - started}
 
 
-def _init(job: Job, fds: dict[str, int], namespaced: bool) -> None:
+def _init(job: Job, fds: dict[str, int], namespaced: bool, groups: list[cgroup.Group]) -> None:
     try:
         os.close(fds["result"])
         os.close(fds["control"])
+        cgroup.join(groups)
         (namespaces if namespaced else plain).run_init(job, fds)
     except OSError as error:
         report(fds["status"], {"error": str(error)})
@@ -103,9 +113,10 @@ def _wait(init: int, control: int, proc: int, job: Job, kill_signal: int) -> str
     poller.register(pidfd, select.POLLIN)
     poller.register(control, select.POLLIN | select.POLLHUP)
     deadline = time.monotonic() + job["deadline_s"]
+    look_every_s = memory.INTERVAL_S * (5 if job["is_session"] else 1)  # sessions are mostly idle
     while True:
         left_s = max(0.0, deadline - time.monotonic())
-        ready = dict(poller.poll(min(left_s, memory.INTERVAL_S) * 1000))
+        ready = dict(poller.poll(min(left_s, look_every_s) * 1000))
         end = "exited" if pidfd in ready else "cancelled" if control in ready else "deadline"
         if not ready and left_s > 0:
             if not memory.exceeds(proc, init, job["memory_mb"]):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 
+from . import commands
 from . import syscalls as sc
 from .process import Job, reap_until, start_test_process
 
@@ -33,47 +34,73 @@ def enter(job: Job) -> None:
         sc.unshare(flags)
 
 
-def _new_user_namespace(flags: int) -> None:
+def _new_user_namespace(flags: int, own: str = "/proc/self") -> None:
     uid, gid = os.geteuid(), os.getegid()
     sc.unshare(sc.CLONE_NEWUSER | flags)
-    _write("/proc/self/setgroups", "deny")
-    _write("/proc/self/uid_map", f"{INSIDE_ID} {uid} 1")
-    _write("/proc/self/gid_map", f"{INSIDE_ID} {gid} 1")
+    _write(f"{own}/setgroups", "deny")
+    _write(f"{own}/uid_map", f"{INSIDE_ID} {uid} 1")
+    _write(f"{own}/gid_map", f"{INSIDE_ID} {gid} 1")
 
 
 def run_init(job: Job, fds: dict[str, int]) -> None:
     """Set up, start the test process and reap until it ends. Runs as pid 1 of the namespace."""
     sc.prctl(sc.PR_SET_PDEATHSIG, 9)
-    _build_root(job)
-    _become_nobody(job)
+    writable_proc = _build_root(job)
+    _become_nobody(job, writable_proc)
+    os.close(writable_proc)
     sc.prctl(sc.PR_SET_DUMPABLE, 0)  # nothing inside may read /proc/1
     sc.prctl(sc.PR_SET_PDEATHSIG, 9)  # a change of credentials cleared it
+    if job["is_session"]:
+        commands.serve(job, fds, TESTBED, is_pid_1=True)
+        return
     child = start_test_process(job, fds, TESTBED)
     reap_until(child, fds["status"])
 
 
-def _build_root(job: Job) -> None:
+def _build_root(job: Job) -> int:
+    """Build and enter the run's file system; returns what `_make_devices` does."""
     sc.mount("", "/", "", sc.MS_REC | sc.MS_PRIVATE)
     root = job["mount_point"]
-    sc.mount("tmpfs", root, "tmpfs", sc.MS_NOSUID, "size=1m,mode=755")
+    if job["rootfs"]:  # an imported environment has every mount point that is needed here
+        sc.mount(job["rootfs"], root, "", sc.MS_BIND)
+        sc.make_readonly(root, recursive=False)
+        sc.mount("tmpfs", f"{root}/dev", "tmpfs", sc.MS_NOSUID, "size=64k,mode=755")
+    else:
+        sc.mount("tmpfs", root, "tmpfs", sc.MS_NOSUID, "size=1m,mode=755")
     _make_tree(root, job)  # before the binds: an interpreter may lie under /tmp
-    _bind_system(root, job["binds"])
-    for path in ("dev", "proc"):
-        os.mkdir(f"{root}/{path}", 0o755)
-    for name in _DEVICES:
-        _bind_file(f"/dev/{name}", f"{root}/dev/{name}")
-    os.mkdir(f"{root}/dev/shm", 0o777)
-    sc.mount("tmpfs", f"{root}/dev/shm", "tmpfs", sc.MS_NOSUID | sc.MS_NODEV, "size=64m,nr_inodes=4096,mode=1777")
-    os.symlink("/proc/self/fd", f"{root}/dev/fd")
-    sc.mount("proc", f"{root}/proc", "proc", sc.MS_NOSUID | sc.MS_NODEV | sc.MS_NOEXEC)
-    sc.make_readonly(f"{root}/proc", recursive=False)
+    if job["rootfs"]:
+        for source, target in job["binds"]:
+            _bind_directory(source, root + target)
+    else:
+        _bind_system(root, job["binds"])
+    writable_proc = _make_devices(root)
     sc.sethostname("sandbox")
     sc.pivot_root(root)
     _apply_delta(job)
     bound: set[str] = set()
     for path in job["readonly"]:
         _protect(path, bound)
-    sc.mount("", "/", "", sc.MS_REMOUNT | sc.MS_BIND | sc.MS_RDONLY | sc.MS_NOSUID)
+    for target in ("/", *(["/dev"] if job["rootfs"] else [])):
+        sc.mount("", target, "", sc.MS_REMOUNT | sc.MS_BIND | sc.MS_RDONLY | sc.MS_NOSUID)
+    return writable_proc
+
+
+def _make_devices(root: str) -> int:
+    """Make /dev and /proc; returns a descriptor of a /proc that may be written, for the maps of a user namespace."""
+    for path in ("dev", "proc"):
+        os.makedirs(f"{root}/{path}", 0o755, exist_ok=True)
+    for name in _DEVICES:
+        _bind_file(f"/dev/{name}", f"{root}/dev/{name}")
+    os.mkdir(f"{root}/dev/shm", 0o777)
+    sc.mount("tmpfs", f"{root}/dev/shm", "tmpfs", sc.MS_NOSUID | sc.MS_NODEV, "size=64m,nr_inodes=4096,mode=1777")
+    os.symlink("/proc/self/fd", f"{root}/dev/fd")
+    proc_flags = sc.MS_NOSUID | sc.MS_NODEV | sc.MS_NOEXEC
+    sc.mount("proc", f"{root}/proc", "proc", proc_flags)
+    writable = os.open(f"{root}/proc", os.O_RDONLY | os.O_DIRECTORY)
+    sc.detach(f"{root}/proc")
+    sc.mount("proc", f"{root}/proc", "proc", proc_flags)
+    sc.make_readonly(f"{root}/proc", recursive=False)
+    return writable
 
 
 def _bind_system(root: str, binds: list[tuple[str, str]]) -> None:
@@ -133,7 +160,8 @@ def _make_tree(root: str, job: Job) -> None:
         sc.mount(f"{disk}/upper", root + TESTBED, "", sc.MS_BIND)
     sc.mount(f"{disk}/tmp", f"{root}/tmp", "", sc.MS_BIND)
     sc.detach(disk)  # the tree is reachable only where it belongs
-    os.rmdir(disk)
+    if not job["rootfs"]:
+        os.rmdir(disk)
 
 
 def copy_tree(source: str, target: str, uid: int) -> None:
@@ -188,7 +216,7 @@ def _protect(path: str, bound: set[str]) -> None:
         sc.make_readonly(target, recursive=False)
 
 
-def _become_nobody(job: Job) -> None:
+def _become_nobody(job: Job, writable_proc: int) -> None:
     uid = job["uid"]
     if uid:
         os.setgroups([])
@@ -196,7 +224,9 @@ def _become_nobody(job: Job) -> None:
         os.setresuid(uid, uid, uid)
         sc.prctl(sc.PR_SET_DUMPABLE, 1)  # or /proc/self would belong to root and refuse the maps
         try:
-            _new_user_namespace(0)  # counts this run's processes apart from every other run's
+            _new_user_namespace(
+                0, f"/proc/self/fd/{writable_proc}/self"
+            )  # counts this run's processes apart from every other run's
         except OSError:
             job["pids"] *= 4  # one user's runs share a count: leave room for the neighbours
     sc.drop_capabilities()

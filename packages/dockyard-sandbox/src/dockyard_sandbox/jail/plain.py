@@ -1,24 +1,34 @@
-# ruff: noqa: PTH102, PTH114, PTH115, PTH112, PTH123
+# ruff: noqa: PTH101, PTH102, PTH108, PTH112, PTH113, PTH114, PTH115, PTH116, PTH118, PTH120, PTH123, PTH208
 # Between fork and exec pathlib costs more than it clarifies.
-"""The two weaker levels: bubblewrap where it is installed, and no isolation at all."""
+"""The weaker levels: bubblewrap, Landlock, and no isolation at all."""
 
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import signal
 
+from . import commands, seccomp
 from . import syscalls as sc
 from .namespaces import TESTBED, copy_tree, write_delta
 from .process import Job, reap_until, start_test_process
+
+_SYSTEM = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"),
+    *("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"),
+    *("/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"),
+)
+_UIDS = 4096  # one of its own for each run, so that runs cannot signal or count against each other
 
 
 def run_init(job: Job, fds: dict[str, int]) -> None:
     """Copy the tree, run the test process on the copy, kill what it leaves, remove the copy."""
     sc.prctl(sc.PR_SET_PDEATHSIG, signal.SIGTERM)
     sc.prctl(sc.PR_SET_CHILD_SUBREAPER, 1)
-    tree = f"{job['mount_point']}/tree-{os.getpid()}"
+    tree, temporary = (f"{job['mount_point']}/{name}-{os.getpid()}" for name in ("tree", "tmp"))
     os.mkdir(tree, 0o755)
+    job["tmp"] = tree
 
     def stop(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -27,16 +37,88 @@ def run_init(job: Job, fds: dict[str, int]) -> None:
     try:
         copy_tree(job["lower"], tree, 0)
         write_delta(tree, job)
+        if job["level"] == "landlock":
+            _prepare_landlock(job, tree, temporary)
         if job["level"] == "bwrap":
-            job["argv"] = _bwrap_command(job, tree)
+            if job["seccomp"]:
+                job["seccomp_fd"] = _filter_file(job)
+            job["wrap"] = _bwrap_command(job, tree)
+            job["argv"] = [*job["wrap"], *job["argv"]]
             job["env"] = {}
-        child = start_test_process(job, fds, tree)
-        reap_until(child, fds["status"])
+        if job["is_session"]:
+            commands.serve(job, fds, tree, is_pid_1=False)
+        else:
+            child = start_test_process(job, fds, tree)
+            reap_until(child, fds["status"])
     except SystemExit:
         pass  # the supervisor's deadline; it knows
     finally:
-        _kill_descendants()
-        shutil.rmtree(tree, ignore_errors=True)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # nothing may cut this short
+        kill_descendants(job["drop_to"])
+        for directory in (tree, temporary):
+            shutil.rmtree(directory, ignore_errors=True)
+        if "claim" in job:
+            os.unlink(job["claim"])
+
+
+def _prepare_landlock(job: Job, tree: str, temporary: str) -> None:
+    """Choose the run's user and what it may reach; as root, leave the read-only files to root."""
+    os.mkdir(temporary, 0o700)
+    job["tmp"] = temporary
+    job["env"] = {**job["env"], "HOME": temporary, "TMPDIR": temporary}
+    sources = [source for source, _ in job["binds"]]
+    job["landlock"] = {"read": [*_SYSTEM, *sources], "write": [tree, temporary, "/dev/null"]}
+    if not job["drop_to"]:
+        for path in job["readonly"]:  # against mistakes only: its owner can undo it
+            target = f"{tree}/{path}"
+            if os.path.isfile(target) and not os.path.islink(target):
+                os.chmod(target, 0o444)
+        job["pids"] += _num_tasks_of(os.geteuid())
+        return
+    uid = job["drop_to"] = _claim_uid(job)
+    os.chown(temporary, uid, uid)
+    kept = {f"{tree}/{path}" for path in job["readonly"]}
+    kept |= {os.path.dirname(path) for path in kept} - {tree}
+    for directory, _, names in os.walk(tree):
+        for path in (directory, *(os.path.join(directory, name) for name in names)):
+            if path not in kept:
+                os.lchown(path, uid, uid)
+
+
+def _claim_uid(job: Job) -> int:
+    """A user that no other run of this server has; the file that claims it goes with the run's directories."""
+    for number in range(_UIDS):
+        uid = int(job["drop_to"]) + (os.getpid() + number) % _UIDS
+        try:
+            os.close(os.open(f"{job['mount_point']}/uid-{uid}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        job["claim"] = f"{job['mount_point']}/uid-{uid}"
+        return uid
+    raise OSError("every user of the sandbox has a run")
+
+
+def _num_tasks_of(uid: int) -> int:
+    """Threads of a user now: RLIMIT_NPROC counts them all."""
+    count = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                if os.stat(f"/proc/{name}").st_uid == uid:
+                    count += len(os.listdir(f"/proc/{name}/task"))
+            except OSError:
+                continue  # it has ended
+    return count
+
+
+def _filter_file(job: Job) -> int:
+    """The seccomp program in an unnamed file, which bubblewrap inherits."""
+    path = f"{job['mount_point']}/filter-{os.getpid()}"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    os.unlink(path)
+    os.write(fd, seccomp.build_filter(platform.machine()))
+    os.set_inheritable(fd, True)
+    return fd
 
 
 def _bwrap_command(job: Job, tree: str) -> list[str]:
@@ -55,23 +137,39 @@ def _bwrap_command(job: Job, tree: str) -> list[str]:
         command += ["--ro-bind-try", f"{tree}/{path}", f"{TESTBED}/{path}"]
     for name, value in job["env"].items():
         command += ["--setenv", name, value]
-    return [*command, "--", *job["argv"]]
+    if job["seccomp_fd"] >= 0:
+        command += ["--seccomp", str(job["seccomp_fd"])]
+    return [*command, "--"]
 
 
-def _kill_descendants() -> None:
-    """Kill whatever was re-parented to this subreaper, until nothing is left."""
+def kill_descendants(uid: int = 0) -> None:
+    """Kill what was re-parented to this subreaper, and every process of the run's own user, until nothing is left."""
     while True:
-        children = _children()
-        for pid in children:
+        if uid:
+            _kill_all_of(uid)
+        for pid in _children():
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
         try:
-            while os.waitpid(-1, 0 if children else os.WNOHANG) != (0, 0):
-                pass
+            os.waitpid(-1, 0)  # one at a time: each death may bring new children
         except ChildProcessError:
             return
+
+
+def _kill_all_of(uid: int) -> None:
+    """Kill at once what forks faster than it can be listed."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            os.kill(-1, signal.SIGKILL)  # all that this user may signal, which is all that is its own
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
 
 
 def _children() -> list[int]:

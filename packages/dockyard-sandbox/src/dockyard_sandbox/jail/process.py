@@ -9,9 +9,10 @@ import signal
 import time
 from typing import Any
 
-from . import seccomp
+from . import landlock, seccomp
+from . import syscalls as sc
 
-Job = dict[str, Any]  # one message of our own server: see dockyard_sandbox.jailer.build_job
+Job = dict[str, Any]  # one message of our own server: see dockyard_sandbox.jailer
 
 MIB = 1024 * 1024
 
@@ -25,25 +26,41 @@ def start_test_process(job: Job, fds: dict[str, int], directory: str) -> int:
             os.close(fds[name])
         return child
     try:
-        _exec_test(job, fds, directory)
+        confine(job, directory, output=fds["output"], records=fds["records"])
+        os.execve(job["argv"][0], job["argv"], job["env"])
     except OSError as error:
         report(fds["status"], {"error": f"test process: {error}"})
-    os._exit(127)
+    finally:
+        os._exit(127)  # whatever happens, this process must not go on as a second init
 
 
-def _exec_test(job: Job, fds: dict[str, int], directory: str) -> None:
+def confine(job: Job, directory: str, *, output: int, records: int | None = None) -> None:
+    """Turn this forked process into one that may run the repository's code. Raises OSError."""
     os.setsid()
     os.chdir(directory)
     os.umask(0o022)
     null = os.open("/dev/null", os.O_RDONLY)
-    for source, target in ((null, 0), (fds["output"], 1), (fds["output"], 2), (fds["records"], 3)):
+    for source, target in ((null, 0), (output, 1), (output, 2), (null if records is None else records, 3)):
         os.dup2(source, target)
     _set_limits(job)
-    if job["seccomp"]:
-        seccomp.install()
-    for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGCHLD):
+    if job["drop_to"]:
+        _drop_to(job["drop_to"])
+    if job["landlock"] is not None:
+        landlock.restrict(job["landlock"]["read"], job["landlock"]["write"])
+    if job["seccomp_fd"] >= 0:  # another program installs the filter, and reads it from its beginning
+        os.lseek(job["seccomp_fd"], 0, os.SEEK_SET)
+    elif job["seccomp"]:
+        seccomp.install(sockets=job["landlock"] is None)
+    for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    os.execve(job["argv"][0], job["argv"], job["env"])
+
+
+def _drop_to(uid: int) -> None:
+    """Become a user that owns nothing but the run's own files: for levels without namespaces."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    sc.drop_capabilities()
 
 
 def _set_limits(job: Job) -> None:

@@ -28,6 +28,7 @@ _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32_BIT = 0x40000000
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
+_SOCKET = {"x86_64": 41, "aarch64": 198}
 
 # names for the reader; numbers per architecture
 _DENIED = {
@@ -56,13 +57,15 @@ def _op(code: int, k: int, jump_true: int = 0, jump_false: int = 0) -> bytes:
     return struct.pack("=HBBI", code, jump_true, jump_false, k)
 
 
-def build_filter(machine: str) -> bytes:
+def build_filter(machine: str, *, sockets: bool = True) -> bytes:
     """Return the BPF program for ``machine``: denied calls answer EPERM, clone3 answers ENOSYS.
 
     clone3 hides its flags behind a pointer, so it is refused as "not there": libc then falls back
-    to clone, whose flags can be read.
+    to clone, whose flags can be read. Without a network namespace, ``sockets=False`` denies every
+    socket but the pairs of socketpair.
     """
-    numbers = sorted({*_DENIED[machine].values(), *_DENIED_EVERYWHERE.values()})
+    denied = {*_DENIED[machine].values(), *_DENIED_EVERYWHERE.values()}
+    numbers = sorted(denied if sockets else denied | {_SOCKET[machine]})
     program = [
         _op(_LOAD, _OFFSET_ARCH),
         _op(_JUMP_EQ, _AUDIT_ARCH[machine], 1, 0),
@@ -84,25 +87,25 @@ def build_filter(machine: str) -> bytes:
     return b"".join(program)
 
 
-_prepared: list[tuple[Any, Any]] = []
+_prepared: dict[bool, tuple[Any, Any]] = {}
 
 
-def prepare() -> None:
+def prepare(*, sockets: bool = True) -> None:
     """Build the filter once, before the forks that install it."""
-    program = build_filter(platform.machine())
+    program = build_filter(platform.machine(), sockets=sockets)
     buffer = ctypes.create_string_buffer(program, len(program))
 
     class Program(ctypes.Structure):
         _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
 
-    _prepared[:] = [(Program(len(program) // 8, ctypes.addressof(buffer)), buffer)]
+    _prepared[sockets] = (Program(len(program) // 8, ctypes.addressof(buffer)), buffer)
 
 
-def install() -> None:
+def install(*, sockets: bool = True) -> None:
     """Install the filter on this process. Needs no_new_privs. Raises OSError where seccomp is absent."""
-    if not _prepared:
-        prepare()
-    header, _ = _prepared[0]
+    if sockets not in _prepared:
+        prepare(sockets=sockets)
+    header, _ = _prepared[sockets]
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(SECCOMP_MODE_FILTER), ctypes.byref(header), 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "seccomp filter refused")
