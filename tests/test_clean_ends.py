@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 import signal
 import time
 from collections import Counter
@@ -72,26 +70,3 @@ def test_ctrl_c_while_the_fleets_start_leaves_nothing(tmp_path: Path) -> None:
     app.interrupt()
     assert app.wait(120) == 128 + signal.SIGINT, app.output[-4000:]
     assert app.survivors() == []
-
-
-def test_twenty_kills_of_the_driver_at_random_moments_lose_nothing(tmp_path: Path, record_property) -> None:
-    run_dir, steps, seed = tmp_path / "run", 40, int.from_bytes(os.urandom(4), "big")
-    record_property("seed", seed)
-    rng = random.Random(seed)
-    always = [*SMALL, f"run.max_steps={steps}", "data.validation=null", "checkpoint.every_steps=1", "run.resume=auto"]
-    for _ in range(20):
-        app = RunningApp(run_dir, *always)
-        events = len(rows(run_dir / "events.jsonl"))
-        if rng.random() < 0.25:  # while it starts
-            delay = rng.uniform(0.5, 8)
-        else:  # while it trains
-            app.wait_until(lambda app=app, events=events: len(rows(app.run_dir / "events.jsonl")) > events)
-            delay = rng.uniform(0, 4)
-        time.sleep(delay)
-        app.process.kill()
-        app.wait()
-        assert app.survivors() == []
-    last = RunningApp(run_dir, *always)
-    assert last.wait(900) == 0, last.output[-4000:]
-    assert last.survivors() == []
-    check_whole_run(run_dir, steps)

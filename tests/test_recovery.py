@@ -18,7 +18,7 @@ from dockyard_core.loop import recount, surviving
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(1200)]
 
-STEPS = 10
+STEPS = 8
 LIVELY = [*SMALL, f"run.max_steps={STEPS}", "data.validation=null", "checkpoint.every_steps=1", "refit.timeout_s=20"]
 
 
@@ -164,9 +164,7 @@ def test_a_dead_trainer_rank_takes_the_run_back_to_its_last_checkpoint(tmp_path:
         ("trainer", "ray::TrainerWorker", "TrainerLost: "),
     ],
 )
-def test_with_stop_a_death_ends_the_run_by_name_and_it_can_be_resumed(
-    tmp_path: Path, part: str, process: str, failure: str
-) -> None:
+def test_with_stop_a_death_ends_the_run_by_name(tmp_path: Path, part: str, process: str, failure: str) -> None:
     run_dir = tmp_path / "run"
     app = RunningApp(run_dir, *LIVELY, f"recovery.{part}=stop")
     app.wait_until(lambda: kinds(rows(run_dir / "events.jsonl"))["checkpoint"] >= 1)
@@ -176,13 +174,12 @@ def test_with_stop_a_death_ends_the_run_by_name_and_it_can_be_resumed(
     assert "Traceback" not in app.output
     assert app.survivors() == []
     assert kinds(rows(run_dir / "events.jsonl"))[f"{part}_lost"] == 1
-    again = RunningApp(run_dir, *LIVELY, f"run.resume={run_dir}")
-    check_nothing_was_lost(run_dir, again)
 
 
 def test_deaths_beyond_the_budget_stop_the_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     app = RunningApp(run_dir, *LIVELY, "run.max_steps=500", "recovery.max_per_hour=1")
+    app.wait_for_step(1)
     for number in (1, 2):
         app.wait_until(lambda: bool(app.pids_of("dockyard_sandbox.cli serve")))
         os.kill(app.pids_of("dockyard_sandbox.cli serve")[0], signal.SIGKILL)
@@ -204,3 +201,22 @@ def test_a_run_with_a_time_limit_saves_and_stops_before_it_and_goes_on_later(tmp
     assert again.wait(600) == 0, again.output[-3000:]
     assert len(rows(run_dir / "metrics.jsonl")) == steps + 2
     assert app.survivors() == again.survivors() == []
+
+
+def test_another_dataset_is_refused_on_resume_unless_asked_for(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    base = [word for word in LIVELY if not word.startswith("run.max_steps")]
+    first = RunningApp(run_dir, *base, "run.max_steps=2", "data.limit=8")
+    assert first.wait(600) == 0, first.output[-3000:]
+    other = [*base, "run.max_steps=4", "data.limit=20", f"run.resume={run_dir}"]
+    refused = RunningApp(run_dir, *other)
+    assert refused.wait(300) == 2
+    assert "data.accept_change=true" in refused.output
+    accepted = RunningApp(run_dir, *other, "data.accept_change=true")
+    assert accepted.wait(600) == 0, accepted.output[-3000:]
+    events = rows(run_dir / "events.jsonl")
+    counts = recount(events)
+    assert counts["admitted"] == counts["trained"] + counts["dropped"] == 16
+    trained = [event["group"] for event in surviving(events) if event["event"] == "trained"]
+    assert len(set(trained)) == len(trained) == 16
+    assert first.survivors() == refused.survivors() == accepted.survivors() == []

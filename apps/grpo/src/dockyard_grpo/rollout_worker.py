@@ -14,6 +14,7 @@ from dockyard_core import (
     Rollout,
     RolloutGroup,
     Sandbox,
+    SandboxUnavailable,
     Segment,
     Task,
     Verdict,
@@ -23,6 +24,7 @@ from dockyard_core.agent import Agent
 from dockyard_core.reward import RewardConfig, score_rollout
 
 _NO_WORK = ("queue", "total")
+_AGAIN_S = 0.5
 
 
 class RolloutWorker:
@@ -89,10 +91,13 @@ class SandboxFleet:
         sandboxes: one client per server.
         attempt: prefix of the attempt ids, unique in the life of the servers, which may outlive a run and
             know the ids of its rollouts: a new life asks anew.
+        are_ours: the run starts its servers again when they die, or ends: until then a verdict waits, up to
+            the deadline of its rollout. A server of somebody else's that is away is an ``infra_error``.
     """
 
-    def __init__(self, sandboxes: Sequence[Sandbox], attempt: str) -> None:
+    def __init__(self, sandboxes: Sequence[Sandbox], attempt: str, *, are_ours: bool) -> None:
         self._attempt = attempt
+        self._are_ours = are_ours
         self._num_calls = 0
         self.work_s = 0.0
         """Seconds that servers worked on the verdicts; what they had cached cost none."""
@@ -110,7 +115,14 @@ class SandboxFleet:
         # Numbered: a rollout that runs anew in this life is another attempt.
         self._num_calls += 1
         unique = f"{self._attempt}/{self._num_calls}/{attempt_id}"
-        verdict = await self._sandboxes[index].judge(task, patch, attempt_id=unique)
+        while True:
+            try:
+                verdict = await self._sandboxes[index].judge(task, patch, attempt_id=unique)
+                break
+            except SandboxUnavailable:
+                if not self._are_ours:
+                    raise
+                await asyncio.sleep(_AGAIN_S)
         if not verdict.cached:
             self.work_s += sum(seconds for stage, seconds in verdict.duration_s.items() if stage not in _NO_WORK)
         return verdict

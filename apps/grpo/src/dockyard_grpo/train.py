@@ -181,7 +181,7 @@ def _keep_logs(folder: Path, job: _Job) -> None:
     if latest.is_dir():
         shutil.copytree(latest, job.run.path / "ray-logs", dirs_exist_ok=True, ignore_dangling_symlinks=True)
         job.reporter.say(
-            f"the logs of Ray's processes are in {_short(job.run.path)}/ray-logs; once the cause is gone, go on with "
+            f"the logs of Ray's processes are in {_short(job.run.path)}/ray-logs; if the run ends here, go on with "
             f"run.resume={_short(job.run.path)}"
         )
 

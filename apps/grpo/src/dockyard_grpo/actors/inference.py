@@ -63,7 +63,8 @@ class InferenceWorker:
             for task in self._tasks[split]:
                 agent.prompt(task)
         self._generator = await compose.start_generator(self._config, engine_index=self._engine_index)
-        self._sandbox = SandboxFleet(self._clients(self._sandbox_urls), f"{self._attempt}/{self._engine_index}")
+        attempt, are_ours = f"{self._attempt}/{self._engine_index}", self._config.sandbox.url is None
+        self._sandbox = SandboxFleet(self._clients(self._sandbox_urls), attempt, are_ours=are_ours)
         at_once = self._config.generation.max_num_seqs
         limit = AdaptiveLimit(at_once, maximum=_MOST_REQUESTS * at_once)
         for split, agent in agents.items():
