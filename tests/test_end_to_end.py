@@ -70,3 +70,26 @@ def test_synchronous_mode_is_on_policy_up_to_the_engine(tmp_path: Path) -> None:
     )  # fmt: skip
     metrics = check_laws(run_dir, steps=3, max_staleness=0)
     assert all(row["offpolicy_abs_diff_mean"] <= 1e-3 for row in metrics)
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(900)
+def test_dynamic_sampling_replaces_groups_without_signal_and_keeps_the_best_checkpoint(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    best_of = ["checkpoint.keep_last=1", "checkpoint.keep_best=1", "checkpoint.best_metric=reward_mean"]
+    replacing = ["grpo.dynamic_sampling=true", "grpo.max_replaced_per_step=6", "data.limit=32"]
+    run_app(run_dir, "run.max_steps=6", "checkpoint.every_steps=1", *best_of, *replacing)
+    check_laws(run_dir, steps=6, max_staleness=1)
+    metrics = rows(run_dir / "metrics.jsonl")
+    events = rows(run_dir / "events.jsonl")
+    replaced = [event["group"] for event in events if event["event"] == "dropped"]
+    assert {event["cause"] for event in events if event["event"] == "dropped"} == {"zero_signal"}
+    assert 1 <= len(replaced) <= 6 * 6
+    rollouts = rows(run_dir / "rollouts.jsonl")
+    for group in replaced:
+        rewards = {row["reward"] for row in rollouts if f"{row['task']}#{row['repetition']}" == group}
+        assert len(rewards) == 1
+    best = max(metrics, key=lambda row: (row["reward_mean"], row["step"]))["step"]
+    kept = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
+    assert kept == sorted({f"step-{best:06d}", "step-000006"})
+    assert (run_dir / "checkpoints" / "best").resolve().name == f"step-{best:06d}"

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from dockyard_core import EngineBusy, SandboxBusy, SandboxTimeout, Task, Verdict, VerdictStatus
+from dockyard_core.data import read_tasks
 from dockyard_core.loop import AdaptiveLimit
+from dockyard_grpo import compose
 from dockyard_grpo.throttle import Throttle, ThrottledSandbox
+from dockyard_sandbox import SandboxClient, start_server
 
 TASK = Task(
     instance_id="t", repo="/r", base_commit="0" * 40, problem_statement="p", test_patch="", fail_to_pass=("a",),
@@ -121,3 +125,27 @@ def test_a_sandbox_that_stays_busy_ends_with_the_deadline() -> None:
 
     with pytest.raises(SandboxTimeout, match=r"no verdict on 't' within 0.05 s"):
         asyncio.run(run())
+
+
+def test_a_real_server_with_a_short_queue_is_asked_no_more_than_it_takes_and_nothing_is_lost(tmp_path: Path) -> None:
+    tasks = read_tasks(compose.data_path("quickstart:train.jsonl"), limit=6)
+
+    async def run(url: str) -> tuple[list[Verdict], AdaptiveLimit]:
+        limit = AdaptiveLimit(16, maximum=48)
+        async with SandboxClient(url, raises_busy=True) as client:
+            sandbox = ThrottledSandbox(client, limit, timeout_s=240)
+            judging = [
+                sandbox.judge(task, task.gold_patch or "", attempt_id=f"{number}/{task.instance_id}")
+                for number in range(4)
+                for task in tasks
+            ]
+            return await asyncio.gather(*judging), limit
+
+    server = start_server(tmp_path / "server", workers=1, max_queue=2)
+    try:
+        verdicts, limit = asyncio.run(run(server.url))
+    finally:
+        server.stop()
+    assert [verdict.status for verdict in verdicts] == [VerdictStatus.RESOLVED] * 24
+    assert limit.num_refused > 0
+    assert limit.limit < 16
