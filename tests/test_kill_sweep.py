@@ -128,7 +128,7 @@ def test_there_are_at_least_forty_points_and_no_two_are_the_same() -> None:
     assert len(set(points)) == len(points) >= 40
 
 
-@pytest.mark.parametrize("mode", ["pinned", "live"])
+@pytest.mark.parametrize("mode", ["pinned", pytest.param("live", marks=pytest.mark.nightly)])
 def test_killed_at_every_point_an_asynchronous_run_trains_what_it_would_have_trained(tmp_path: Path, mode: str) -> None:
     """The points are shared out between the two modes of evaluation."""
     points, steps = share(0 if mode == "pinned" else 1, 2), 40
@@ -141,7 +141,7 @@ def test_killed_at_every_point_an_asynchronous_run_trains_what_it_would_have_tra
 
 
 def test_killed_at_every_point_a_synchronous_run_with_fixed_seeds_ends_with_the_same_weights(tmp_path: Path) -> None:
-    points, steps = share(0, 3), 24
+    points, steps = share(0, 5), 16
     always = [f"run.max_steps={steps}", *DETERMINISTIC]
     run_to_the_end(tmp_path / "whole", *always)
     run_through_kills(tmp_path / "killed", points, *always)

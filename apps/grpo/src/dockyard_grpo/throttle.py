@@ -28,7 +28,10 @@ _T = TypeVar("_T")
 
 
 class Throttle:
-    """Lets as many calls through at once as the server can take; the others wait, first come first served."""
+    """Lets as many calls through at once as the server can take; the others wait, first come first served.
+
+    It must be the only one to use its limit: nobody else wakes those who wait here.
+    """
 
     def __init__(self, limit: AdaptiveLimit) -> None:
         self.limit = limit

@@ -6,12 +6,13 @@ import asyncio
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dockyard_core import Task, UserError
+from dockyard_core import ConfigError, Task, UserError
 from dockyard_core.data import dataset_fingerprint, read_tasks
 from dockyard_grpo import compose, reaper, scratch
 from dockyard_grpo.cluster import start_ray, stop_ray
@@ -26,6 +27,7 @@ from dockyard_grpo.run_directory import RunDirectory
 from dockyard_grpo.tracker import Tracker, make_tracker
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_NODE_POLL_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,11 @@ def train(config: Config) -> Outcome:
 
 
 def _live(job: _Job) -> signal.Signals | None:
-    """Live once, and again from the last checkpoint whenever the trainer dies and may be recovered."""
+    """Live once, and again from the last checkpoint whenever the trainer dies and may be recovered.
+
+    A life that follows a death waits for room: the node that takes the place of a lost one may join later.
+    """
+    waits_until = 0.0
     while True:
         run, config = job.run, job.config
         run.close_files()
@@ -92,8 +98,13 @@ def _live(job: _Job) -> signal.Signals | None:
         except* TrainerLost as lost:
             if config.recovery.trainer == "stop" or not job.budget.spend():
                 raise
-            reason = lost.exceptions[0]
-        job.reporter.say(f"a trainer rank died ({reason}); going on from the last checkpoint")
+            waits_until = time.monotonic() + config.recovery.timeout_s
+            job.reporter.say(f"a trainer rank died ({lost.exceptions[0]}); going on from the last checkpoint")
+        except* ConfigError as refused:
+            if time.monotonic() > waits_until:
+                raise
+            job.reporter.say(f"waiting for a node, recovery.timeout_s at most: {refused.exceptions[0]}")
+            time.sleep(_NODE_POLL_S)
 
 
 def _run_fleets(job: _Job, point: RestorePoint | None) -> signal.Signals | None:

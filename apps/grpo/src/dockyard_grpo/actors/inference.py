@@ -67,10 +67,11 @@ class InferenceWorker:
         self._sandbox = SandboxFleet(self._clients(self._sandbox_urls), attempt, are_ours=are_ours)
         at_once = self._config.generation.max_num_seqs
         limit = AdaptiveLimit(at_once, maximum=_MOST_REQUESTS * at_once)
+        generator = ThrottledGenerator(self._generator, limit, self._generating)  # one queue, whoever asks
         for split, agent in agents.items():
             self._workers[split] = RolloutWorker(
                 agent=agent,
-                generator=ThrottledGenerator(self._generator, limit, self._generating),
+                generator=generator,
                 sandbox=self._sandbox,
                 reward=self._config.reward,
                 max_new_tokens=self._config.generation.max_new_tokens,
