@@ -167,7 +167,7 @@ TestLoopInAnyOrder.settings = SETTINGS
 def test_hypothesis_finds_a_planted_bug_and_shrinks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampler is not restored: shown by two calls, up to a checkpoint and a crash after it."""
     monkeypatch.setattr(TaskSampler, "from_state", lambda state: TaskSampler(state["num_tasks"], state["seed"]))
-    search = settings(SETTINGS, database=None, derandomize=True, report_multiple_bugs=False)
+    search = settings(SETTINGS, max_examples=1_000, database=None, derandomize=True, report_multiple_bugs=False)
     with pytest.raises((InvariantBroken, LedgerViolation)) as caught:
         run_state_machine_as_test(LoopInAnyOrder, settings=search)
     calls = "".join(caught.value.__notes__)
