@@ -36,7 +36,7 @@ def start_on(cluster: RayCluster, run_dir: Path, *overrides: str) -> RunningApp:
     ("node", "role", "part", "back"),
     [
         ("i1", "inference", "engine_lost", "engine_restarted"),
-        ("s", "sandbox", "sandbox_lost", "sandbox_restarted"),
+        pytest.param("s", "sandbox", "sandbox_lost", "sandbox_restarted", marks=pytest.mark.nightly),
         ("t", "trainer", "trainer_lost", "restored"),
     ],
 )
@@ -58,6 +58,7 @@ def test_a_lost_node_is_replaced_by_one_that_joins_later(
         assert seen["restored"] == 0
 
 
+@pytest.mark.nightly
 def test_a_node_that_nothing_replaces_ends_the_run_by_name_within_the_deadline(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with RayCluster(NODES) as cluster:

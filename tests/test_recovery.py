@@ -56,6 +56,7 @@ def test_a_dead_engine_comes_back_and_its_groups_run_anew(tmp_path: Path) -> Non
     assert "a new one is started" in app.output
 
 
+@pytest.mark.nightly
 def test_the_only_engine_dies_twice_and_the_run_goes_on(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     app = RunningApp(run_dir, *LIVELY)
@@ -107,6 +108,7 @@ def test_a_trainer_that_dies_during_a_refit_takes_the_run_back(tmp_path: Path) -
     assert seen["trainer_lost"] == seen["restored"] == 1
 
 
+@pytest.mark.nightly
 def test_a_trainer_that_dies_during_a_save_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     app = kill_during(run_dir, "run_directory:RunDirectory.commit_checkpoint", "ray::TrainerWorker")
@@ -114,6 +116,7 @@ def test_a_trainer_that_dies_during_a_save_leaves_the_checkpoint_before_it(tmp_p
     assert seen["trainer_lost"] == seen["restored"] == 1
 
 
+@pytest.mark.nightly
 def test_an_engine_that_only_stalls_is_given_up_and_replaced(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     app = RunningApp(run_dir, *LIVELY, "generation.num_engines=2", "grpo.rollout_timeout_s=20", "refit.timeout_s=10")

@@ -72,11 +72,13 @@ def test_some_bundled_tasks_are_certified_and_notice_no_canary(tmp_path: Path) -
     certified_and_compared(tasks, tmp_path / "root", num_runs=1)
 
 
-@pytest.mark.ci
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", ["train.jsonl", "heldout.jsonl"])
-def test_every_bundled_task_resolves_five_of_five_and_nothing_resolves_none(name: str, tmp_path: Path) -> None:
-    certified_and_compared(bundled(name, tmp_path / "cache"), tmp_path / "root", num_runs=5)
+@pytest.mark.parametrize(
+    "num_runs", [pytest.param(1, marks=pytest.mark.ci), pytest.param(5, marks=pytest.mark.nightly)]
+)
+def test_every_bundled_task_resolves_in_every_run_and_nothing_in_none(name: str, num_runs: int, tmp_path: Path) -> None:
+    certified_and_compared(bundled(name, tmp_path / "cache"), tmp_path / "root", num_runs=num_runs)
 
 
 def test_what_is_wrong_with_a_task_is_named(project: Any, tmp_path: Path) -> None:
