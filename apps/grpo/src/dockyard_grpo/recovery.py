@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -68,6 +68,7 @@ class Recovery:
         self._lost: set[str] = set()
         self._without_weights: set[str] = set()
         self._in_refit: frozenset[str] = frozenset()
+        self._num_fenced: Counter[str] = Counter()
         self._refit_over = asyncio.Event()
         self._served = asyncio.Event()
         self.changed = asyncio.Event()
@@ -112,15 +113,21 @@ class Recovery:
         self._in_refit = frozenset()
         self._refit_over.set()
 
-    async def is_well(self, name: str, engine: Any) -> bool:
-        """Whether this engine serves, after the try of a refit that it may be in."""
+    def num_fenced(self, name: str) -> int:
+        """How often a refit has failed on an engine, and taken its requests along."""
+        return self._num_fenced[name]
+
+    async def was_well(self, name: str, engine: Any, num_fenced: int) -> bool:
+        """Whether an engine has served all the time since `num_fenced` was read; waits for the try it may be in."""
         while name in self._in_refit:
             await self._refit_over.wait()
-        return name in self.serving and self._fleets.engines[name] is engine
+        is_same = self._fleets.engines[name] is engine and self._num_fenced[name] == num_fenced
+        return is_same and name in self.serving
 
     def fence(self, name: str) -> None:
         """An engine is alive but holds no version: it serves nothing until a refit."""
         self._without_weights.add(name)
+        self._num_fenced[name] += 1
 
     def attested(self, name: str) -> None:
         """An engine holds the trainer's version."""
