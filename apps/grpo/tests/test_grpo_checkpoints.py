@@ -376,7 +376,7 @@ def test_a_new_life_removes_what_a_dead_one_left_and_nothing_else(tmp_path: Path
     config = load_config(None, [f"run.dir={tmp_path / 'run'}"])
     run = RunDirectory.create(config)
     run.write_config(config, incarnation=0)
-    run.checkpoint(2, lambda folder: (folder / "loop.json").write_text("{}"), keep_last=1)
+    run.commit_checkpoint(checkpoint_files.open_partial(run.checkpoints, 2), "{}", {})
     for name in (".step-000004.partial", ".step-000001.removed", "damaged-step-000003-1", "my-notes"):
         (run.checkpoints / name).mkdir()
         (run.checkpoints / name / "file").write_text("x")

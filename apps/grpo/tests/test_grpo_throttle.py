@@ -45,7 +45,7 @@ class Server:
 
 def test_every_call_is_answered_and_refusals_become_rare() -> None:
     async def run() -> tuple[Server, Throttle]:
-        server, throttle = Server(capacity=5), Throttle(AdaptiveLimit(32, maximum=64))
+        server, throttle = Server(capacity=5), Throttle(32, maximum=64)
         answers = await asyncio.gather(*(throttle.run(server.call) for _ in range(500)))
         assert sorted(answers) == list(range(1, 501))
         return server, throttle
@@ -65,12 +65,12 @@ def test_an_engine_that_is_busy_is_asked_again() -> None:
             raise refusal
         return "done"
 
-    assert asyncio.run(Throttle(AdaptiveLimit(8, maximum=8)).run(call)) == "done"
+    assert asyncio.run(Throttle(8, maximum=8).run(call)) == "done"
 
 
 def test_calls_are_let_through_in_the_order_they_came() -> None:
     async def run() -> list[int]:
-        throttle, order = Throttle(AdaptiveLimit(1, maximum=1)), []
+        throttle, order = Throttle(1, maximum=1), []
 
         async def call(number: int) -> None:
             async def body() -> None:
@@ -88,7 +88,7 @@ def test_calls_are_let_through_in_the_order_they_came() -> None:
 @pytest.mark.parametrize("cancel_first", [True, False])
 def test_a_cancelled_call_gives_its_turn_away(cancel_first: bool) -> None:
     async def run() -> None:
-        throttle, gate = Throttle(AdaptiveLimit(1, maximum=1)), asyncio.Event()
+        throttle, gate = Throttle(1, maximum=1), asyncio.Event()
         running = asyncio.create_task(throttle.run(gate.wait))
         await asyncio.sleep(0)
         waiting = [asyncio.create_task(throttle.run(gate.wait)) for _ in range(3)]
@@ -108,19 +108,19 @@ def test_a_cancelled_call_gives_its_turn_away(cancel_first: bool) -> None:
 
 
 def test_a_failure_says_nothing_about_load() -> None:
-    limit = AdaptiveLimit(8, maximum=8)
+    throttle = Throttle(8, maximum=8)
 
     async def call() -> None:
         raise KeyError("broken")
 
     with pytest.raises(KeyError):
-        asyncio.run(Throttle(limit).run(call))
-    assert limit.num_refused == limit.num_under_way == 0
+        asyncio.run(throttle.run(call))
+    assert throttle.limit.num_refused == throttle.limit.num_under_way == 0
 
 
 def test_a_sandbox_that_stays_busy_ends_with_the_deadline() -> None:
     async def run() -> None:
-        sandbox = ThrottledSandbox(Server(capacity=0), AdaptiveLimit(1, maximum=1), timeout_s=0.05)
+        sandbox = ThrottledSandbox(Server(capacity=0), Throttle(1, maximum=1), timeout_s=0.05)
         await sandbox.judge(TASK, "", attempt_id="a")
 
     with pytest.raises(SandboxTimeout, match=r"no verdict on 't' within 0.05 s"):
@@ -131,15 +131,15 @@ def test_a_real_server_with_a_short_queue_is_asked_no_more_than_it_takes_and_not
     tasks = read_tasks(compose.data_path("quickstart:train.jsonl"), limit=6)
 
     async def run(url: str) -> tuple[list[Verdict], AdaptiveLimit]:
-        limit = AdaptiveLimit(16, maximum=48)
+        throttle = Throttle(16, maximum=48)
         async with SandboxClient(url, raises_busy=True) as client:
-            sandbox = ThrottledSandbox(client, limit, timeout_s=240)
+            sandbox = ThrottledSandbox(client, throttle, timeout_s=240)
             judging = [
                 sandbox.judge(task, task.gold_patch or "", attempt_id=f"{number}/{task.instance_id}")
                 for number in range(4)
                 for task in tasks
             ]
-            return await asyncio.gather(*judging), limit
+            return await asyncio.gather(*judging), throttle.limit
 
     server = start_server(tmp_path / "server", workers=1, max_queue=2)
     try:

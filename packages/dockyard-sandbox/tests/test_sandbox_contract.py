@@ -13,7 +13,9 @@ from dockyard_core.testing.sandbox_contract import SandboxCase, SandboxContract,
 from dockyard_sandbox import SandboxClient, ServerHandle
 
 
-class TestSandboxClientContract(SandboxContract):
+class Served:
+    """A server and its client."""
+
     @pytest.fixture(autouse=True)
     def _use(self, project: Any, server: ServerHandle) -> None:
         self._project, self._server = project, server
@@ -22,28 +24,17 @@ class TestSandboxClientContract(SandboxContract):
         case: SandboxCase = self._project.case()
         return case
 
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[SandboxClient]:
+        async with SandboxClient(self._server.url, timeout_s=120.0) as client:
+            yield client
+
+
+class TestSandboxClientContract(Served, SandboxContract):
     def open_sandbox(self) -> AbstractAsyncContextManager[Sandbox]:
-        @asynccontextmanager
-        async def opened() -> AsyncIterator[Sandbox]:
-            async with SandboxClient(self._server.url, timeout_s=120.0) as client:
-                yield client
-
-        return opened()
+        return self.opened()
 
 
-class TestSandboxClientSessionContract(SessionContract):
-    @pytest.fixture(autouse=True)
-    def _use(self, project: Any, server: ServerHandle) -> None:
-        self._project, self._server = project, server
-
-    def make_case(self) -> SandboxCase:
-        case: SandboxCase = self._project.case()
-        return case
-
+class TestSandboxClientSessionContract(Served, SessionContract):
     def open_session_sandbox(self) -> AbstractAsyncContextManager[SessionSandbox]:
-        @asynccontextmanager
-        async def opened() -> AsyncIterator[SessionSandbox]:
-            async with SandboxClient(self._server.url, timeout_s=120.0) as client:
-                yield client
-
-        return opened()
+        return self.opened()

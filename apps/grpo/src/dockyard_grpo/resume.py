@@ -158,7 +158,7 @@ def _frontier(point: RestorePoint) -> int:
 def _keep(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> int:
     """Line by line: rollouts.jsonl may be larger than the memory."""
     complete_last_line(path)
-    if not path.exists():
+    if not path.exists() or _keeps_all(path, is_kept):
         return 0
     partial, aside = path.with_suffix(".partial"), path.with_suffix(".rolled_back.jsonl")
     num_lost = 0
@@ -170,10 +170,10 @@ def _keep(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> int:
         for file in (lost, kept):
             file.flush()
             os.fsync(file.fileno())
-    if num_lost:
-        partial.replace(path)
-    else:
-        partial.unlink()
-    if aside.stat().st_size == 0:
-        aside.unlink()
+    partial.replace(path)
     return num_lost
+
+
+def _keeps_all(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> bool:
+    with path.open("rb") as rows:
+        return all(is_kept(json.loads(line)) for line in rows)

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -18,7 +17,6 @@ from typing import IO, Any
 from dockyard_core import ConfigError
 from dockyard_grpo import checkpoint_files
 from dockyard_grpo.config import Config, dump_config
-from dockyard_grpo.retention import Retention
 
 
 class RunDirectory:
@@ -124,17 +122,6 @@ class RunDirectory:
             self.sync(name)
         (partial / "loop.json").write_text(loop_state, encoding="utf-8")
         return checkpoint_files.commit(partial, _finite(metrics))
-
-    def checkpoint(self, step: int, write: Callable[[Path], None], *, keep_last: int) -> Path:
-        """Write a whole checkpoint in this thread: ``write`` fills the folder, loop.json included."""
-        partial = checkpoint_files.open_partial(self.checkpoints, step)
-        try:
-            write(partial)
-            final = checkpoint_files.commit(partial, {})
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)  # there is one only if something raised
-        checkpoint_files.prune(self.checkpoints, Retention(keep_last=keep_last), newest=step)
-        return final
 
     def __enter__(self) -> RunDirectory:
         return self

@@ -30,11 +30,15 @@ _T = TypeVar("_T")
 class Throttle:
     """Lets as many calls through at once as the server can take; the others wait, first come first served.
 
-    It must be the only one to use its limit: nobody else wakes those who wait here.
+    The limit is its own: only this queue knows whom to wake when a call ends.
+
+    Args:
+        initial: calls at once, to begin with.
+        maximum: never more than this.
     """
 
-    def __init__(self, limit: AdaptiveLimit) -> None:
-        self.limit = limit
+    def __init__(self, initial: int, *, maximum: int) -> None:
+        self.limit = AdaptiveLimit(initial, maximum=maximum)
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._num_called = 0  # whose turn it is, and who have not sent yet
 
@@ -92,14 +96,14 @@ class ThrottledSandbox:
 
     Args:
         sandbox: raises SandboxBusy when the server has too much to do.
-        limit: of requests under way.
+        throttle: of requests to it.
         timeout_s: deadline of one verdict, waiting for its turn included.
     """
 
-    def __init__(self, sandbox: Sandbox, limit: AdaptiveLimit, *, timeout_s: float) -> None:
+    def __init__(self, sandbox: Sandbox, throttle: Throttle, *, timeout_s: float) -> None:
         self._sandbox = sandbox
         self._timeout_s = timeout_s
-        self.throttle = Throttle(limit)
+        self.throttle = throttle
 
     async def judge(self, task: Task, patch: str, *, attempt_id: str) -> Verdict:
         """See `dockyard_core.Sandbox.judge`."""
@@ -117,14 +121,14 @@ class ThrottledGenerator:
 
     Args:
         generator: raises EngineBusy when it has too much to do.
-        limit: of requests under way.
-        clock: counts the time during which any is.
+        throttle: of requests to it.
+        clock: counts the time during which any is under way.
     """
 
-    def __init__(self, generator: Generator, limit: AdaptiveLimit, clock: BusyClock) -> None:
+    def __init__(self, generator: Generator, throttle: Throttle, clock: BusyClock) -> None:
         self._generator = generator
         self._clock = clock
-        self.throttle = Throttle(limit)
+        self.throttle = throttle
 
     @property
     def version(self) -> int:

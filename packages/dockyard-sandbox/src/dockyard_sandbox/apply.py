@@ -18,6 +18,7 @@ from pathlib import Path
 
 from dockyard_sandbox.cancellation import Cancellation
 from dockyard_sandbox.gitcmd import Bounds, Git, GitFailed
+from dockyard_sandbox.private_index import PrivateIndex
 from dockyard_sandbox.trees import EXECUTABLE, BaseTree, Entry
 
 REGULAR = ("100644", EXECUTABLE)
@@ -146,27 +147,12 @@ class Applier:
         cancellation: Cancellation,
         change: Callable[[Callable[..., bytes], Path], None],
     ) -> Delta:
-        objects = work / "objects"
-        objects.mkdir()
-        shutil.copyfile(base.index_path, work / "index")
-        environment = {
-            "GIT_INDEX_FILE": str(work / "index"),
-            "GIT_OBJECT_DIRECTORY": str(objects),
-            "GIT_ALTERNATE_OBJECT_DIRECTORIES": str(base.bare / "objects"),
-        }
+        index = PrivateIndex(self._git, base, work, bounds=_BOUNDS, cancellation=cancellation)
 
         def git(*arguments: str, stdin: bytes = b"") -> bytes:
-            return self._git.run(
-                *arguments,
-                git_dir=base.bare,
-                stdin=stdin,
-                extra_env=environment,
-                bounds=_BOUNDS,
-                cancellation=cancellation,
-                may_be_long=arguments[0] == "apply",
-            )
+            return index.run(*arguments, stdin=stdin, may_be_long=arguments[0] == "apply")
 
-        change(git, objects)
+        change(git, index.objects)
         try:
             tree = git("write-tree").decode().strip()
         except GitFailed as error:
@@ -175,7 +161,7 @@ class Applier:
             raise PolicyViolation(f"the patch makes a path both a file and a directory: {error}") from error
         changes = _read_raw_diff(git("diff-tree", "-r", "--raw", "-z", "--no-renames", base.tree, tree))
         blobs = sorted({entry.blob for entry in changes.values() if entry is not None})
-        return Delta(tree=tree, changes=changes, contents=_contents(objects, blobs, git))
+        return Delta(tree=tree, changes=changes, contents=_contents(index.objects, blobs, git))
 
 
 def _write_blob(objects: Path, content: bytes, id_length: int) -> str:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from dockyard_sandbox.cancellation import Cancellation
 from dockyard_sandbox.gitcmd import Bounds, Git
 from dockyard_sandbox.live_session import LiveSession
+from dockyard_sandbox.private_index import PrivateIndex
 from dockyard_sandbox.trees import GITLINK, BaseTree
 
 _BOUNDS = Bounds(memory_mb=1024, cpu_s=60, file_mb=256)
@@ -55,26 +57,8 @@ def _diff(
     work: Path,
     cancellation: Cancellation,
 ) -> str:
-    objects = work / "objects"
-    objects.mkdir()
-    shutil.copyfile(base.index_path, work / "index")
-    environment = {
-        "GIT_INDEX_FILE": str(work / "index"),
-        "GIT_OBJECT_DIRECTORY": str(objects),
-        "GIT_ALTERNATE_OBJECT_DIRECTORIES": str(base.bare / "objects"),
-    }
-
-    def run(*arguments: str, stdin: bytes = b"") -> bytes:
-        return git.run(
-            *arguments,
-            git_dir=base.bare,
-            stdin=stdin,
-            extra_env=environment,
-            bounds=_BOUNDS,
-            cancellation=cancellation,
-            may_be_long=True,
-        )
-
+    index = PrivateIndex(git, base, work, bounds=_BOUNDS, cancellation=cancellation)
+    run = partial(index.run, may_be_long=True)
     names = []
     for number, (_, content) in enumerate(files.values()):
         (work / f"blob-{number}").write_bytes(content)  # names of ours: none of the session's touches a file system

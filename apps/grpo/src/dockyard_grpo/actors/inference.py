@@ -8,14 +8,13 @@ from functools import cached_property
 
 from dockyard_core import GroupId, RolloutGroup, SamplingParams, Task
 from dockyard_core.agent import PatchAgent
-from dockyard_core.loop import AdaptiveLimit
 from dockyard_core.prompt import build_prompt
 from dockyard_core.refit import RefitEndpoint, RefitReport, RefitUpdate
 from dockyard_grpo import compose
 from dockyard_grpo.config import Config
 from dockyard_grpo.rollout_worker import RolloutWorker, SandboxFleet
 from dockyard_grpo.summary import GroupSummary, summarize
-from dockyard_grpo.throttle import ThrottledGenerator, ThrottledSandbox
+from dockyard_grpo.throttle import Throttle, ThrottledGenerator, ThrottledSandbox
 from dockyard_grpo.tokenizer import HuggingFaceTokenizer
 from dockyard_grpo.usage import BusyClock, EngineUsage
 
@@ -66,8 +65,8 @@ class InferenceWorker:
         attempt, are_ours = f"{self._attempt}/{self._engine_index}", self._config.sandbox.url is None
         self._sandbox = SandboxFleet(self._clients(self._sandbox_urls), attempt, are_ours=are_ours)
         at_once = self._config.generation.max_num_seqs
-        limit = AdaptiveLimit(at_once, maximum=_MOST_REQUESTS * at_once)
-        generator = ThrottledGenerator(self._generator, limit, self._generating)  # one queue, whoever asks
+        throttle = Throttle(at_once, maximum=_MOST_REQUESTS * at_once)  # one, whoever asks
+        generator = ThrottledGenerator(self._generator, throttle, self._generating)
         for split, agent in agents.items():
             self._workers[split] = RolloutWorker(
                 agent=agent,
@@ -139,7 +138,7 @@ class InferenceWorker:
         return [
             ThrottledSandbox(
                 compose.build_sandbox_client(self._config, url, self._sandbox_token),
-                AdaptiveLimit(initial, maximum=maximum),
+                Throttle(initial, maximum=maximum),
                 timeout_s=self._config.sandbox.timeout_s,
             )
             for url in urls

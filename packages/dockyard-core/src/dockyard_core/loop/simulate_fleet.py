@@ -71,19 +71,15 @@ class Fleet:
         """A group ended; its members, with the versions that sampled their first tokens."""
         engine, _ = self._runs.pop(group_id)
         self._load[engine] -= 1
-        return self.members(engine, rollouts, is_equal=is_equal)
+        return [
+            Member(cause, self._version_at(engine, first_token), 0.0 if is_equal else float(index))
+            for index, (cause, first_token) in enumerate(rollouts)
+        ]
 
     def forget(self, group_id: GroupId) -> None:
         """A group is given up."""
         engine, _ = self._runs.pop(group_id)
         self._load[engine] -= 1
-
-    def members(self, engine: str, rollouts: Rollouts, *, is_equal: bool) -> list[Member]:
-        """What the machine learns of a group's rollouts."""
-        return [
-            Member(cause, self._version_at(engine, first_token), 0.0 if is_equal else float(index))
-            for index, (cause, first_token) in enumerate(rollouts)
-        ]
 
     def _version_at(self, engine: str, tick: int) -> int:
         # A token due while the engine was fenced counts for the version before: the oldest it can be of.
