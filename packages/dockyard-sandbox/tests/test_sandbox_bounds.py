@@ -212,6 +212,9 @@ class _Broken:
     def resolve(self, repo: str) -> str:
         return repo
 
+    def has_warm_path(self, environment: str | None) -> bool:
+        return False
+
     def prepare(self, request: Any, cancellation: Any) -> Any:
         raise ZeroDivisionError("a defect of ours")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dockyard_core import VerdictStatus as S
-from dockyard_sandbox.apply import Applier, PatchRejected
+from dockyard_sandbox.apply import Applier, Delta, PatchRejected
 from dockyard_sandbox.cancellation import Cancellation
 from dockyard_sandbox.gitcmd import write_git_config
 from dockyard_sandbox.rungs import FUZZ, GIT_APPLY, THREE_WAY, apply_on_rungs
@@ -49,6 +49,9 @@ def for_the_version_before(repository: Any) -> str:
     return diff
 
 
+Tree = dict[str, tuple[str, str]]  # path to (mode, blob)
+
+
 class Bench:
     """Our two ways of applying beside a working tree."""
 
@@ -66,20 +69,24 @@ class Bench:
         owner = self.jailer.isolation.uid or None
         self.base: BaseTree = TreeStore(work, git, owner_uid=owner).get(bare, tree)
 
-    def strict(self, patch: str) -> str | None:
+    def strict(self, patch: str) -> Tree | None:
         try:
-            return self.applier.apply(self.base, patch).tree
+            return self.tree(self.applier.apply(self.base, patch))
         except PatchRejected:
             return None
 
-    def loose(self, patch: str) -> tuple[str, str] | None:
+    def tree(self, delta: Delta) -> Tree:
+        entries = {**self.base.entries, **delta.changes}
+        return {path: (entry.mode, entry.blob) for path, entry in entries.items() if entry is not None}
+
+    def loose(self, patch: str) -> tuple[Tree, str] | None:
         try:
             delta, rung = apply_on_rungs(self.applier, self.jailer.run, self.base, patch, Cancellation())
         except PatchRejected:
             return None
-        return delta.tree, rung
+        return self.tree(delta), rung
 
-    def witness(self, patch: str, *commands: tuple[str, ...]) -> str | None:
+    def witness(self, patch: str, *commands: tuple[str, ...]) -> Tree | None:
         """The tree that the first of ``commands`` that exits with 0 makes in a clean checkout."""
         file = self.scratch / "witness.patch"
         file.write_bytes((patch if patch.endswith("\n") else patch + "\n").encode())
@@ -90,7 +97,9 @@ class Bench:
                 done = subprocess.run([*command, str(file)], cwd=self.repository.path, capture_output=True, check=False)
                 if done.returncode == 0:
                     self.repository.git("add", "--all")
-                    return str(self.repository.git("write-tree").strip())
+                    lines = self.repository.git("ls-files", "--stage").splitlines()
+                    fields = [(line.split("\t")[1], line.split()) for line in lines]
+                    return {path: (words[0], words[1]) for path, words in fields}
             return None
         finally:
             self.repository.git("reset", "--quiet", "--hard", "HEAD")

@@ -99,6 +99,15 @@ def test_a_command_runs_with_python_and_pytest_of_the_tests(session: Session) ->
     assert "/testbed" in done["output"]
 
 
+def test_a_command_has_no_descriptor_but_its_own(session: Session) -> None:
+    listed = session.exec("ls -l /proc/self/fd")["output"].splitlines()[1:]
+    found = {line.split()[8]: line.split(" -> ")[1] for line in listed}
+    assert (found["0"], found["3"]) == ("/dev/null", "/dev/null")
+    assert found["1"] == found["2"]
+    assert sorted(found) == ["0", "1", "2", "3", "4"], found  # the last one is ls' own
+    assert found["4"].startswith("/proc/")
+
+
 def test_long_output_keeps_its_ends_and_costs_no_memory(http: httpx.Client, project: Any, body: Any) -> None:
     session = Session(http, {**body(project.task(), ""), "limits": {"output_kb": 4}})
     done = session.exec("echo first; head -c 30000000 /dev/zero | tr '\\0' x; echo; echo last")

@@ -113,6 +113,7 @@ class Api:
         state = {"status": "ready", "isolation": executor.isolation, "workers": executor.workers}
         state |= {"num_executions": executor.num_executions, "num_held": self._service.admission.num_held}
         state |= {"num_sessions": len(self._service.sessions), "environments": self._service.environments.names()}
+        state |= {"warm": executor.is_warm}
         return JSONResponse({**state, "notes": self._service.notes})
 
     async def _version(self, request: Request) -> Response:
@@ -123,11 +124,13 @@ class Api:
         held: dict[Labels, float] = {
             (("tenant", name),): count for name, count in service.admission.held_by_tenant().items()
         }
+        runs: dict[Labels, float] = {(("path", path),): num for path, num in service.executor.trials.num_runs.items()}
         gauges: list[tuple[str, str, Mapping[Labels, float]]] = [
             ("tasks_held", "Tasks accepted and not answered.", held),
             ("sessions_open", "Sessions that are open.", {(): float(len(service.sessions))}),
             ("workers", "Tests that may run at once.", {(): float(service.executor.workers)}),
-            ("executions", "Test runs since the start.", {(): float(service.executor.num_executions)}),
+            ("executions", "Trees judged by runs since the start.", {(): float(service.executor.num_executions)}),
+            ("runs", "Runs since the start; failed and differed ones are warm ones.", runs),
             ("isolation", "1 for the level in use.", {(("level", service.executor.isolation),): 1.0}),
         ]
         return PlainTextResponse(service.metrics.text(gauges), media_type=CONTENT_TYPE)

@@ -25,6 +25,7 @@ REGULAR = ("100644", EXECUTABLE)
 _DELETED = "000000"
 # What git says when it refuses a path rather than a hunk.
 _PATH_REFUSALS = ("invalid path", "is beyond a symbolic link", "unable to add cache entry")
+_SHORT_BYTES = 16 * 1024  # of a patch that cannot keep git busy for long; see `Git.run`
 _BOUNDS = Bounds(memory_mb=1024, cpu_s=20, file_mb=256)
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 3072  # what Linux file systems take, less the tree's own place
 MAX_CONTENT_BYTES = 64 * 1024 * 1024
@@ -42,7 +43,6 @@ class PolicyViolation(Exception):
 class Delta:
     """What an applied patch changes, relative to its base tree."""
 
-    tree: str
     changes: Mapping[str, Entry | None]
     """Path to its new entry; None = deleted."""
     contents: Mapping[str, bytes]
@@ -89,7 +89,7 @@ class Applier:
                 that no file system takes, or changes files of more than `MAX_CONTENT_BYTES` together.
         """
         if not patch.strip():
-            return Delta(tree=base.tree, changes={}, contents=NO_CHANGE_CONTENTS)
+            return Delta(changes={}, contents=NO_CHANGE_CONTENTS)
         text = patch if patch.endswith("\n") else patch + "\n"
 
         def change(git: Callable[..., bytes], objects: Path) -> None:
@@ -107,7 +107,7 @@ class Applier:
     def index(self, base: BaseTree, files: list[IndexedFile], cancellation: Cancellation) -> Delta:
         """Put files into the index of ``base``, whatever made them. Raises as `apply` does."""
         if not files:
-            return Delta(tree=base.tree, changes={}, contents=NO_CHANGE_CONTENTS)
+            return Delta(changes={}, contents=NO_CHANGE_CONTENTS)
         if sum(len(file.content) for file in files) > MAX_CONTENT_BYTES:
             raise PolicyViolation(f"the changed files must be at most {MAX_CONTENT_BYTES} bytes together")
 
@@ -150,18 +150,12 @@ class Applier:
         index = PrivateIndex(self._git, base, work, bounds=_BOUNDS, cancellation=cancellation)
 
         def git(*arguments: str, stdin: bytes = b"") -> bytes:
-            return index.run(*arguments, stdin=stdin, may_be_long=arguments[0] == "apply")
+            return index.run(*arguments, stdin=stdin, may_be_long=len(stdin) > _SHORT_BYTES)
 
         change(git, index.objects)
-        try:
-            tree = git("write-tree").decode().strip()
-        except GitFailed as error:
-            if error.returncode < 0:
-                raise
-            raise PolicyViolation(f"the patch makes a path both a file and a directory: {error}") from error
-        changes = _read_raw_diff(git("diff-tree", "-r", "--raw", "-z", "--no-renames", base.tree, tree))
+        changes = _read_raw_diff(git("diff-index", "--cached", "--raw", "-z", "--no-renames", base.tree))
         blobs = sorted({entry.blob for entry in changes.values() if entry is not None})
-        return Delta(tree=tree, changes=changes, contents=_contents(index.objects, blobs, git))
+        return Delta(changes=changes, contents=_contents(index.objects, blobs, git))
 
 
 def _write_blob(objects: Path, content: bytes, id_length: int) -> str:

@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PREFIX",
         help="path or URL below which tasks may name repositories themselves; may be given again (default: any)",
     )
+    serve.add_argument("--no-warm", action="store_true", help="start a new interpreter for every run")
     serve.add_argument("--die-with-parent", action="store_true", help="stop when the starting process ends")
     serve.set_defaults(command=_serve)
     run = commands.add_parser("run", help="judge the task in a JSON file and print the verdict")
@@ -88,6 +89,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         min_isolation=arguments.min_isolation,
         max_queue=arguments.max_queue,
         repos_from=tuple(arguments.repos_from),
+        warm=not arguments.no_warm,
         dies_with_parent=arguments.die_with_parent,
         **options,
     )

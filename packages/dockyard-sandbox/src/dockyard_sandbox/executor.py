@@ -78,9 +78,20 @@ class Executor:
         self._by_tree: SharedCalls[Verdict] = SharedCalls()
         self._text_cache: BoundedCache[Verdict] = BoundedCache(_CACHE_CAPACITY)
         self._tree_cache: BoundedCache[Verdict] = BoundedCache(_CACHE_CAPACITY)
-        self.trials = Trials(self._run, self._prepare, isolation=isolation, with_canaries=with_canaries)
+        self.trials = Trials(
+            self._run,
+            self._prepare,
+            isolation=isolation,
+            with_canaries=with_canaries,
+            has_warm_path=jailer.has_warm_path,
+        )
         self.num_executions = 0
         """Trees run since the server started; cached and shared verdicts do not count, nor runs that check others."""
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether tasks in the executor's own environment may run warm."""
+        return self._jailer.is_warm
 
     async def submit(self, request: TaskRequest) -> TaskResponse:
         """Return the verdict on one request. Raises UnknownRepo."""
@@ -141,14 +152,16 @@ class Executor:
         )
         return Outcome(verdict=verdict, is_retryable=verdict.status is VerdictStatus.INFRA_ERROR)
 
-    async def judge_afresh(self, request: TaskRequest) -> Verdict:
+    async def judge_afresh(self, request: TaskRequest, *, may_be_warm: bool = False) -> Verdict:
         """Judge without looking at any cache, or filling one. Raises what `Preparer.prepare` raises, and OSError."""
         prepared = await self._prepare(request)
-        return prepared if isinstance(prepared, Verdict) else await self._judge(request, prepared)
+        if isinstance(prepared, Verdict):
+            return prepared
+        return await self._judge(request, prepared, may_be_warm=may_be_warm)
 
-    async def _judge(self, request: TaskRequest, prepared: Prepared) -> Verdict:
+    async def _judge(self, request: TaskRequest, prepared: Prepared, *, may_be_warm: bool = True) -> Verdict:
         self.num_executions += 1
-        return await self.trials.verdict(request, prepared)
+        return await self.trials.verdict(request, prepared, may_be_warm=may_be_warm)
 
     async def _prepare(self, request: TaskRequest) -> Prepared | Verdict:
         async with self._slots:

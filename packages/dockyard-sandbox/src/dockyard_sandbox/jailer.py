@@ -1,7 +1,7 @@
-"""The server's side of the jail: one launcher process, one call per run.
+"""The server's side of the jail: two launcher processes, one call per run.
 
-`Jailer.run` blocks its thread; the server calls it from its worker threads. The launcher ends when
-the socket closes, its runs end when their control pipes do, so a killed server leaves nothing.
+`Jailer.run` blocks its thread; the server calls it from its worker threads. The launchers end when
+their sockets close, their runs end when their control pipes do, so a killed server leaves nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +12,7 @@ import os
 import py_compile
 import selectors
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +23,13 @@ from dockyard_sandbox.cgroups import ControlGroups
 from dockyard_sandbox.environments import Environment, EnvironmentStore
 from dockyard_sandbox.isolation import Isolation
 from dockyard_sandbox.judge import RunResult
+from dockyard_sandbox.launchers import cold_launcher, warm_launcher
 from dockyard_sandbox.wire import Limits
 
 MAX_RECORD_BYTES = 32 * 1024 * 1024
 _SETUP_S, _STOP_S = 120.0, 30.0  # past a run's deadline, in which its supervisor must have set it up and stopped it
 _RUNNER_DIRECTORY = "/opt/dockyard"
 _PACKAGE = Path(__file__).parent
-_BOOT = "import sys; sys.path.insert(0, sys.argv[2]); from jail.main import main; main(int(sys.argv[1]))"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +47,12 @@ class Workload:
     patch_file: str | None = None
     """One of ``files`` that GNU patch is to apply, instead of any test; the records say what it changed."""
     environment: str | None = None
+    is_warm: bool = False
+    """Forks an interpreter that has imported pytest, where the jailer has one: see `Jailer.has_warm_path`."""
 
 
 class Jailer:
-    """Owns the launcher process and the compiled runner.
+    """Owns the launcher processes and the compiled runner.
 
     Args:
         scratch: directory of this server.
@@ -88,12 +85,23 @@ class Jailer:
             shutil.copyfile(source, compiled.with_suffix(".py"))  # for other versions of Python
         for path in self._programs.iterdir():
             path.chmod(0o644)
-        self._lock = threading.Lock()
-        self._launcher: subprocess.Popen[bytes] | None = None
-        self._channel: socket.socket | None = None
+        self._cold = cold_launcher()
+        self._warm = warm_launcher(
+            environment,
+            self._programs / "runner.pyc",
+            {**run_environment(), **environment.env},
+            namespaced=isolation.level == "namespaces",
+        )
+        self.is_warm = False
+        """Whether runs may be warm; set once one has been seen to work."""
+
+    def has_warm_path(self, environment: str | None) -> bool:
+        """Whether a run in this environment can be warm: not in an image, whose interpreter would need our rights."""
+        return self.is_warm and self._environment(environment) is self.environment
 
     def run(self, work: Workload, cancellation: Cancellation) -> RunResult:
         """Run one workload to its end. Raises OSError when the launcher cannot be started."""
+        launcher = self._warm if work.is_warm else self._cold
         output_read, output_write = os.pipe()
         record_read, record_write = os.pipe()
         result_read, result_write = os.pipe()
@@ -104,7 +112,7 @@ class Jailer:
         cancellation.attach(control_write)
         try:
             try:
-                self.send(theirs)
+                launcher.send(theirs)
             finally:
                 for fd in theirs:
                     os.close(fd)
@@ -115,9 +123,9 @@ class Jailer:
                 os.close(fd)
 
     def close(self) -> None:
-        """End the launcher and wait for it, and remove the control groups."""
-        with self._lock:
-            self._stop_launcher()
+        """End the launchers and wait for them, and remove the control groups."""
+        for launcher in (self._cold, self._warm):
+            launcher.close()
         self.groups.close()
 
     def message_file(self, message: dict[str, Any]) -> int:
@@ -185,46 +193,8 @@ class Jailer:
         }
 
     def send(self, fds: list[int]) -> None:
-        """Give the launcher one job, named by its descriptors. Raises OSError."""
-        with self._lock:
-            for attempt in range(2):
-                if self._channel is None:
-                    self._start_launcher()
-                assert self._channel is not None
-                try:
-                    socket.send_fds(self._channel, [b"run"], fds)
-                    return
-                except (BrokenPipeError, ConnectionResetError):
-                    self._stop_launcher()  # it died; one fresh start, then it is our fault
-                    if attempt:
-                        raise
-
-    def _start_launcher(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            fd = theirs.fileno()
-            self._launcher = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _BOOT, str(fd), str(_PACKAGE)],
-                env={},
-                cwd="/",
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[fd],
-                start_new_session=True,
-            )
-        self._channel = ours
-
-    def _stop_launcher(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-        if self._launcher is not None:
-            try:
-                self._launcher.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                self._launcher.send_signal(signal.SIGKILL)
-                self._launcher.wait()
-            self._launcher = None
+        """Give one job, named by its descriptors, to a launcher whose runs execute an interpreter. Raises OSError."""
+        self._cold.send(fds)
 
 
 def run_environment() -> dict[str, str]:

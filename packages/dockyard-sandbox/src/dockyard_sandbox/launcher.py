@@ -54,6 +54,7 @@ def start_server(
     max_sessions: int | None = None,
     min_isolation: str | None = None,
     token_file: Path | str | None = None,
+    warm: bool = True,
     timeout_s: float = 60.0,
 ) -> ServerHandle:
     """Start ``dockyard-sandbox serve`` under ``root``; it also ends when this process does.
@@ -64,6 +65,8 @@ def start_server(
         max_queue: tasks that may wait for a worker; None = the server's default.
         max_sessions: sessions that may be open at once; None = the server's default.
         min_isolation: None = the strongest level that the machine gives.
+        token_file: bearer tokens; None = none is asked for.
+        warm: False = a new interpreter for every run.
         timeout_s: how long it may take to be ready.
 
     Raises:
@@ -82,6 +85,7 @@ def start_server(
     ):
         if value is not None:
             command += [f"--{name}", str(value)]
+    command += [] if warm else ["--no-warm"]
     log_path = root / "serve.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(

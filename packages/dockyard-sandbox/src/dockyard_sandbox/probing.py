@@ -120,7 +120,16 @@ def probe_environment(jailer: Jailer, scratch: Path, name: str) -> str | None:
     return failure and " ".join(failure.split())[-300:]
 
 
-def _probe(jailer: Jailer, tree: Path, *, environment: str | None = None) -> str | None:
+def try_warm_path(jailer: Jailer, scratch: Path) -> tuple[str, ...]:
+    """Let runs be warm if one works; returns why they are not."""
+    if jailer.isolation.level == "bwrap":
+        return ("no warm path: bwrap executes a new interpreter for every run",)
+    failure = _probe(jailer, scratch / "probe", is_warm=True)
+    jailer.is_warm = failure is None
+    return () if failure is None else (f"no warm path: {' '.join(failure.split())[-300:]}",)
+
+
+def _probe(jailer: Jailer, tree: Path, *, environment: str | None = None, is_warm: bool = False) -> str | None:
     """Why a run fails, or None."""
     text = (tree / "test_probe.py").read_bytes()
     if environment is not None:  # an image has files of these names of its own
@@ -136,6 +145,7 @@ def _probe(jailer: Jailer, tree: Path, *, environment: str | None = None) -> str
         timeout_s=60.0,
         limits=Limits(),
         environment=environment,
+        is_warm=is_warm,
     )
     run: RunResult = jailer.run(work, Cancellation())
     if run.end == "exited" and run.exit_code == 0 and b'"end"' in run.records:

@@ -20,6 +20,7 @@ import gc
 gc.disable()  # importing pytest allocates much and frees little
 
 import builtins
+import importlib
 import json
 import os
 import sys
@@ -181,14 +182,21 @@ def _hook_files(manager: Any, root: str) -> tuple[str, ...]:
     return tuple(sorted(files))
 
 
-def main(arguments: list[str], import_paths: list[str]) -> int:
-    """Run pytest on ``arguments`` in the current directory and return its exit code."""
+def load(import_paths: list[str]) -> None:
+    """Import pytest and all of its own that a run needs."""
     sys.path[:0] = import_paths
+    from _pytest.config import default_plugins
+
+    for name in default_plugins:
+        importlib.import_module(f"_pytest.{name}")
+    _prepare_unittest()
+    gc.freeze()
+
+
+def run(arguments: list[str]) -> int:
+    """Run pytest on ``arguments`` in the current directory and return its exit code."""
     import pytest
 
-    gc.enable()
-    gc.freeze()
-    _prepare_unittest()
     record, origins, probe = _open_pipe(), _Origins(), _functions
     origins.watch()
     before = probe()
@@ -205,8 +213,6 @@ def _prepare_unittest() -> None:
     """Let unittest swallow nothing: it takes its private stop signal for a pass, whoever raises it."""
     import unittest.case
 
-    import _pytest.unittest  # noqa: F401  pytest imports it too, but after the probes are taken
-
     private: Any = unittest.case
     private._ShouldStop = ()  # matches no exception; it is for failfast, which pytest does not use
 
@@ -215,9 +221,27 @@ def _same(before: tuple[Any, Any], after: tuple[Any, Any] | None) -> bool:
     return after is not None and before[0] is after[0] and before[1] is after[1]
 
 
-if __name__ == "__main__":
-    configuration = json.loads(sys.argv[1])
-    exit_code = main(configuration["arguments"], configuration["import_paths"])
+def execute(configuration: dict[str, Any]) -> None:
+    """Run the tests that ``configuration`` names and leave. Raises what pytest lets through."""
+    exit_code = run(configuration["arguments"])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)  # nothing left to say: skip the interpreter's teardown and atexit hooks
+
+
+def serve_warm(fd: int, package: str) -> None:
+    """Fork a test process for every job from the socket ``fd``: the warm path, whose code lies in ``package``."""
+    sys.path.insert(0, package)
+    zygote = importlib.import_module("jail.zygote")
+    sys.path.remove(package)
+    zygote.serve(fd, execute)
+
+
+if __name__ == "__main__":
+    configuration = json.loads(sys.argv[1])
+    load(configuration["import_paths"])
+    if "channel" in configuration:
+        serve_warm(configuration["channel"], configuration["package"])
+    else:
+        gc.enable()
+        execute(configuration)

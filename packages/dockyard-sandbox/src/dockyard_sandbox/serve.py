@@ -29,7 +29,7 @@ from dockyard_sandbox.journal import Journal
 from dockyard_sandbox.metrics import Metrics
 from dockyard_sandbox.prepare import Preparer
 from dockyard_sandbox.probing import find_jailer as find_jailer
-from dockyard_sandbox.probing import probe_environment
+from dockyard_sandbox.probing import probe_environment, try_warm_path
 from dockyard_sandbox.queueing import Admission
 from dockyard_sandbox.repos import RepoStore
 from dockyard_sandbox.sessions import SessionStore
@@ -57,6 +57,8 @@ class ServeConfig:
     max_sessions: int = 256
     repos_from: tuple[str, ...] = ()
     """Beginnings of the paths and URLs that tasks may name themselves; () = any."""
+    warm: bool = True
+    """Whether runs fork an interpreter that has imported pytest, where that is proven to make no difference."""
     dies_with_parent: bool = False
 
     def __post_init__(self) -> None:
@@ -106,10 +108,7 @@ class _Parts:
     trees: TreeStore
     git: Git
     scratch: Path
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self.jailer.isolation.notes + self.jailer.groups.notes
+    notes: tuple[str, ...]
 
 
 @contextlib.contextmanager
@@ -123,6 +122,7 @@ def _parts_on(config: ServeConfig) -> Iterator[_Parts]:
     scratch = janitor.create_scratch(root)
     try:
         jailer = find_jailer(scratch, config.min_isolation, with_groups=True)
+        warm_notes = try_warm_path(jailer, scratch) if config.warm else ()
         level = jailer.isolation.level
         try:
             environments = EnvironmentStore(root, jailer.environment, level=level)
@@ -150,7 +150,15 @@ def _parts_on(config: ServeConfig) -> Iterator[_Parts]:
             workers=config.workers,
             max_queue=config.max_queue,
         )
-        yield _Parts(executor=executor, environments=environments, jailer=jailer, trees=trees, git=git, scratch=scratch)
+        yield _Parts(
+            executor=executor,
+            environments=environments,
+            jailer=jailer,
+            trees=trees,
+            git=git,
+            scratch=scratch,
+            notes=jailer.isolation.notes + jailer.groups.notes + warm_notes,
+        )
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -247,7 +255,8 @@ def serve(config: ServeConfig, announce: Callable[[str], None]) -> None:
 
 def _listen(config: ServeConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio looks at the protocol before it turns Nagle's algorithm off: without it each reply waits 40 ms for an ACK
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))

@@ -2,15 +2,18 @@
 
 control   once per task: the tests on the unpatched tree, with canaries     -> which canaries are proven
           where that is not as the task says, without and with them once    -> equal, or no canaries for this task
-run       the patched tree with new canaries                                -> a verdict
+          the same run warm                                                 -> equal, or no warm runs of this task
+run       the patched tree with new canaries, warm or cold                  -> a verdict
+cold      the first fix of a task that resolves warm, once more cold        -> equal, or no warm runs from now on
 again     a canary that did not fail, once more with others                 -> tampered, or the second verdict
-          a flagged or doubted fix, `num_confirmations` times more          -> resolved only if every run agrees
+          a flagged or doubted fix, `num_confirmations` times more, cold    -> resolved only if every run agrees
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -27,7 +30,8 @@ RunWorkload = Callable[[Workload], Awaitable[RunResult]]
 Prepare = Callable[[TaskRequest], Awaitable[Prepared | Verdict]]
 _LOG = logging.getLogger(__name__)
 _MAX_CONTROLS = 4096
-_OUR_FAULT = ("launcher_died", "setup_failed", "cancelled")
+_DID_NOT_START = ("launcher_died", "setup_failed")
+_OUR_FAULT = (*_DID_NOT_START, "cancelled")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,8 @@ class Control:
     """Files that implement hooks there."""
     changed: frozenset[str] = frozenset()
     """Probed functions that the repository replaces by itself, as ``changed:<name>``."""
+    is_same_warm: bool = False
+    """Whether a warm run said the same as the cold one."""
     is_final: bool = True
     """False = the run did not happen, through a fault of ours: another one may."""
 
@@ -56,6 +62,7 @@ class Trials:
         isolation: str,
         with_canaries: bool = True,
         num_confirmations: int = 2,
+        has_warm_path: Callable[[str | None], bool] = lambda environment: False,
     ) -> None:
         if num_confirmations < 0:
             raise ValueError(f"num_confirmations must be >= 0, got {num_confirmations}")
@@ -65,13 +72,22 @@ class Trials:
         self.with_canaries = with_canaries
         """Whether tasks are controlled and canaries run."""
         self._num_confirmations = num_confirmations
+        self._has_warm_path = has_warm_path
+        self._is_fix_same: BoundedCache[bool] = BoundedCache(_MAX_CONTROLS)
+        """Whether the first fix that resolved warm did so cold as well; tasks without one are not in it."""
+        self.num_runs: Counter[str] = Counter()
+        """Runs since the start, by path: ``cold``, ``warm``, and warm ones that ``failed`` or that ``differed``."""
         self._controls: BoundedCache[Control] = BoundedCache(_MAX_CONTROLS)
         self._controlling: SharedCalls[Control] = SharedCalls()
 
-    async def verdict(self, request: TaskRequest, prepared: Prepared) -> Verdict:
+    async def verdict(self, request: TaskRequest, prepared: Prepared, *, may_be_warm: bool = True) -> Verdict:
         """Return the verdict on one tree, after as many runs as it takes."""
         control = await self._control_of(request)
-        verdict = await self._once(request, prepared, control)
+        is_fix_same = self._is_fix_same.get(request.spec_hash())
+        is_warm = may_be_warm and control.is_same_warm and is_fix_same is not False
+        verdict = await self._once(request, prepared, control, is_warm=is_warm)
+        if is_warm and verdict.is_resolved and is_fix_same is None:
+            verdict = await self._compare(request, prepared, control, verdict)
         is_doubtful = any(flag.startswith(("scan:", "hook:")) for flag in verdict.flags)
         if _tells_by_canary(verdict):
             # a value that changes by itself can meet one canary honestly, hardly two drawn anew
@@ -80,6 +96,11 @@ class Trials:
         if verdict.is_resolved and is_doubtful:
             verdict = await self._confirm(request, prepared, control, verdict)
         return verdict
+
+    def runs_warm(self, request: TaskRequest) -> bool:
+        """Whether warm and cold runs have said the same about a task, without a fix and with one."""
+        control, key = self._controls.get(request.spec_hash()), request.spec_hash()
+        return control is not None and control.is_same_warm and self._is_fix_same.get(key) is True
 
     async def control(self, request: TaskRequest) -> Control:
         """Run the tests of a task on its unpatched tree, with canaries."""
@@ -93,9 +114,11 @@ class Trials:
         run, stream = await self._look(prepared, flock)
         if run.end != "exited":
             return Control(candidates=candidates, is_final=run.end not in _OUR_FAULT)
+        is_same_warm = await self._is_same_warm(request, prepared, flock, (run.exit_code, stream))
         kept = all(stream.tests.get(test) is TestStatus.PASSED for test in request.pass_to_pass)
         if not kept or stream.exit_code not in (0, 1) or _own_changes(stream) != set(stream.contradictions):
-            return await self._control_unproven(request, prepared, candidates)
+            unproven = await self._control_unproven(request, prepared, candidates)
+            return replace(unproven, is_same_warm=is_same_warm)
         seen = {canary.original: stream.tests.get(canary.test) for canary in flock.canaries}
         passing = {test for test in everything if stream.tests.get(test) is TestStatus.PASSED}
         proven = {test for test in passing if seen.get(test) is TestStatus.FAILED}
@@ -106,7 +129,35 @@ class Trials:
             proven=frozenset(proven),
             hook_files=stream.hook_files,
             changed=_own_changes(stream),
+            is_same_warm=is_same_warm,
         )
+
+    async def _is_same_warm(
+        self, request: TaskRequest, prepared: Prepared, flock: Flock, cold: tuple[int | None, RecordStream]
+    ) -> bool:
+        """Whether a warm run of the unpatched tree says what the cold one did, about every test and itself."""
+        if not self._has_warm_path(request.environment):
+            return False
+        run, stream = await self._look(prepared, flock, is_warm=True)
+        is_same = run.end == "exited" and (run.exit_code, stream) == cold
+        if not is_same:
+            self._refuse_warm(request, f"the unpatched tree: {run.end}, exit code {run.exit_code}, cold {cold[0]}")
+        return is_same
+
+    async def _compare(self, request: TaskRequest, prepared: Prepared, control: Control, warm: Verdict) -> Verdict:
+        """Judge a tree cold that resolved warm, and remember whether that was the same; the cold verdict counts."""
+        cold = await self._once(request, prepared, control)
+        if cold.status is VerdictStatus.INFRA_ERROR:
+            return cold
+        is_same = (cold.status, cold.tests) == (warm.status, warm.tests)
+        self._is_fix_same.put(request.spec_hash(), is_same)
+        if not is_same:
+            self._refuse_warm(request, f"a fix: {warm.status}, cold {cold.status}, {cold.detail}")
+        return cold
+
+    def _refuse_warm(self, request: TaskRequest, what: str) -> None:
+        self.num_runs["differed"] += 1
+        _LOG.warning("%r runs cold from now on: warm and cold differ on %s", request.instance_id, what)
 
     async def _control_unproven(
         self, request: TaskRequest, prepared: Prepared, candidates: tuple[Candidate, ...]
@@ -134,9 +185,11 @@ class Trials:
                 self._controls.put(key, control)
         return control
 
-    async def _once(self, request: TaskRequest, prepared: Prepared, control: Control) -> Verdict:
+    async def _once(
+        self, request: TaskRequest, prepared: Prepared, control: Control, *, is_warm: bool = False
+    ) -> Verdict:
         flock = await asyncio.to_thread(make_flock, control.candidates, _sources(prepared), control.proven)
-        run, stream = await self._look(prepared, flock)
+        run, stream = await self._look(prepared, flock, is_warm=is_warm)
         stream = replace(stream, contradictions=tuple(x for x in stream.contradictions if x not in control.changed))
         hooks = sorted(stream.hook_files - control.hook_files)
         return judge(
@@ -149,11 +202,26 @@ class Trials:
             canaries=flock.canaries,
         )
 
-    async def _look(self, prepared: Prepared, flock: Flock) -> tuple[RunResult, RecordStream]:
+    async def _look(self, prepared: Prepared, flock: Flock, *, is_warm: bool = False) -> tuple[RunResult, RecordStream]:
         with_canaries = {path: (prepared.test_files[path][0], content) for path, content in flock.files.items()}
-        files = {**prepared.workload.files, **with_canaries}
-        run = await self._run(replace(prepared.workload, files=files))
+        workload = replace(prepared.workload, files={**prepared.workload.files, **with_canaries}, is_warm=is_warm)
+        self.num_runs["warm" if is_warm else "cold"] += 1
+        run = await (self._run_warm(workload) if is_warm else self._run(workload))
         return run, read_records(run.records, xfail_files=prepared.xfail_files)
+
+    async def _run_warm(self, workload: Workload) -> RunResult:
+        """Run warm, and cold what did not start so: a broken launcher costs time, never a verdict."""
+        try:
+            run = await self._run(workload)
+            failure = run.error if run.end in _DID_NOT_START else None
+        except OSError as error:
+            failure = str(error)
+        if failure is None:
+            return run
+        self.num_runs["failed"] += 1
+        self.num_runs["cold"] += 1
+        _LOG.warning("a warm run did not start and is run cold: %s", failure)
+        return await self._run(replace(workload, is_warm=False))
 
     async def _confirm(self, request: TaskRequest, prepared: Prepared, control: Control, first: Verdict) -> Verdict:
         for number in range(self._num_confirmations):

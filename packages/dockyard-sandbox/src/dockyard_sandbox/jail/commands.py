@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 from . import files
-from .process import Job, confine, report
+from .process import Job, confine, receive, report
 
 FD_NAMES = ("job", "output", "result", "control")
 _REAP_EVERY_MS = 200
@@ -34,10 +34,10 @@ def serve(job: Job, fds: dict[str, int], directory: str, *, is_pid_1: bool) -> N
             if not select.select([channel], [], [], 1.0)[0]:
                 _reap()
                 continue
-            message, received, _, _ = socket.recv_fds(channel, 16, len(FD_NAMES))
-            if not message:
+            received = receive(channel, FD_NAMES)
+            if not received:
                 break
-            _serve_call(job, dict(zip(FD_NAMES, received, strict=True)), directory, is_pid_1)
+            _serve_call(job, received, directory, is_pid_1)
     report(fds["status"], {"wait_status": 0})
 
 

@@ -2,6 +2,8 @@
 # Between fork and exec pathlib costs more than it clarifies.
 """The launcher: receive jobs with their pipes, fork a supervisor for each, never block on one.
 
+Its interpreter is bare, or, for the warm path, one that has imported pytest: see ``jail/zygote.py``.
+
 consumes: one message per run on a unix socket: a memory file with the job, and four pipe ends
 waits for: nothing but the next message; closing the socket ends it and every run
 """
@@ -22,13 +24,13 @@ from typing import Any
 
 from . import cgroup, memory, namespaces, plain, seccomp
 from . import syscalls as sc
-from .process import Job, report
+from .process import Job, Program, receive, report
 
 FD_NAMES = ("job", "output", "records", "result", "control")
 
 
-def main(fd: int) -> None:
-    """Serve jobs from the socket ``fd`` until it closes."""
+def main(fd: int, program: Program | None = None) -> None:
+    """Serve jobs from the socket ``fd`` until it closes; test processes run ``program``, or what their job names."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the server ends us by closing the socket
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -36,22 +38,22 @@ def main(fd: int) -> None:
     gc.freeze()
     with socket.socket(fileno=fd) as channel:
         while True:
-            message, fds, _, _ = socket.recv_fds(channel, 16, len(FD_NAMES))
-            if not message:
+            fds = receive(channel, FD_NAMES)
+            if not fds:
                 return
             if os.fork() == 0:
                 channel.close()
-                _supervise(dict(zip(FD_NAMES, fds, strict=True)))
+                _supervise(fds, program)
                 os._exit(0)
-            for fd_received in fds:
+            for fd_received in fds.values():
                 os.close(fd_received)
 
 
-def _supervise(fds: dict[str, int]) -> None:
+def _supervise(fds: dict[str, int], program: Program | None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     with open(fds["job"], "rb") as file:
-        job: Job = marshal.load(file)
+        job: Job = {**marshal.load(file), "program": program}
     try:
         report(fds["result"], _run(job, fds))
     except BrokenPipeError:

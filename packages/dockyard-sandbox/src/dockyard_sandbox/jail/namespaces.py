@@ -34,12 +34,23 @@ def enter(job: Job) -> None:
         sc.unshare(flags)
 
 
-def _new_user_namespace(flags: int, own: str = "/proc/self") -> None:
+def enter_with_readonly(directories: list[str]) -> None:
+    """Move this process to a mount namespace in which nothing below ``directories`` can be written. Raises OSError."""
+    if os.geteuid() == 0:
+        sc.unshare(sc.CLONE_NEWNS)
+    else:
+        _new_user_namespace(sc.CLONE_NEWNS, inside=0)  # an id other than 0 loses its capabilities by exec
+    sc.mount("", "/", "", sc.MS_REC | sc.MS_PRIVATE)
+    for directory in directories:
+        _bind_directory(directory, directory)
+
+
+def _new_user_namespace(flags: int, own: str = "/proc/self", *, inside: int = INSIDE_ID) -> None:
     uid, gid = os.geteuid(), os.getegid()
     sc.unshare(sc.CLONE_NEWUSER | flags)
     _write(f"{own}/setgroups", "deny")
-    _write(f"{own}/uid_map", f"{INSIDE_ID} {uid} 1")
-    _write(f"{own}/gid_map", f"{INSIDE_ID} {gid} 1")
+    _write(f"{own}/uid_map", f"{inside} {uid} 1")
+    _write(f"{own}/gid_map", f"{inside} {gid} 1")
 
 
 def run_init(job: Job, fds: dict[str, int]) -> None:

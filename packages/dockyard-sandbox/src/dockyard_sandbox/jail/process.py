@@ -6,15 +6,26 @@ import marshal
 import os
 import resource
 import signal
+import socket
 import time
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from . import landlock, seccomp
 from . import syscalls as sc
 
 Job = dict[str, Any]  # one message of our own server: see dockyard_sandbox.jailer
+Program = Callable[[Job], NoReturn]  # what a forked test process goes on with, where it executes nothing new
 
 MIB = 1024 * 1024
+
+
+def receive(channel: socket.socket, names: Sequence[str]) -> dict[str, int]:
+    """One message's descriptors by name; {} = the other side has closed. None of them outlives an exec."""
+    message, fds, _, _ = socket.recv_fds(channel, 16, len(names))
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    return dict(zip(names, fds, strict=True)) if message else {}
 
 
 def start_test_process(job: Job, fds: dict[str, int], directory: str) -> int:
@@ -27,6 +38,8 @@ def start_test_process(job: Job, fds: dict[str, int], directory: str) -> int:
         return child
     try:
         confine(job, directory, output=fds["output"], records=fds["records"])
+        if job["program"] is not None:
+            job["program"](job)
         os.execve(job["argv"][0], job["argv"], job["env"])
     except OSError as error:
         report(fds["status"], {"error": f"test process: {error}"})
