@@ -260,6 +260,13 @@ TREE = [
         ".git hook", "be run by the next checkout", "policy_violation", POLICY, _NEW.format(".git/hooks/post-checkout")
     ),
     raw(
+        ".git/config and a hook",
+        "configure a directory of hooks, and put one there",
+        "policy_violation",
+        POLICY,
+        _NEW.format(".git/config") + _NEW.format("hooks/post-checkout"),
+    ),
+    raw(
         ".GIT/config below a directory",
         "configure git where case does not count",
         "policy_violation",
@@ -604,6 +611,18 @@ PROCESS = [
         files=in_add("return bytearray(1 << 40)"),
     ),
     Case(
+        name="memory bomb in many processes",
+        tries="allocate a little in each of many processes",
+        verdict=("out_of_memory",),
+        layer=LIMITS,
+        files=at_import(
+            "import os, time\n\nfor i in range(8):\n    if os.fork() == 0:\n        x = bytearray(b'x') * (64 << 20)\n"
+            "        time.sleep(60)\ntime.sleep(60)"
+        ),
+        limits={"memory_mb": 256},
+        timeout_s=60.0,
+    ),
+    Case(
         name="endless output",
         tries="fill the log",
         verdict=("output_limit",),
@@ -665,6 +684,29 @@ REACH = [
         "capability", "hold a capability", "return 'CapBnd:\\t0000000000000000' not in open('/proc/self/status').read()"
     ),
     reach("interpreter's files", "write to pytest", "import pytest\nopen(pytest.__file__, 'a').close()\nreturn True"),
+    reach(
+        "interpreter by /proc",
+        "write to the file that the process executes",
+        "open('/proc/self/exe', 'r+b').close()\nreturn True",
+    ),
+    Case(
+        name="pipes of the supervisor",
+        tries="tell every open descriptor that the run ended well, and leave",
+        verdict=("incomplete", "tampered"),
+        layer=RECORDS,
+        files=at_import(
+            "import marshal, os\n\nfor fd in (fd for fd in range(4, 1024)):\n    try:\n"
+            "        os.write(fd, marshal.dumps({'wait_status': 0, 'end': 'exited'}))\n    except OSError:\n        pass\n"
+            "os._exit(0)"
+        ),
+    ),
+    reach(
+        "what the launcher holds",
+        "find the job or a descriptor of the sandbox's own code in memory",
+        "import gc, sys\nown = [n for n in sys.modules if n.split('.')[0] in ('jail', 'dockyard_sandbox')]\n"
+        "jobs = [o for o in gc.get_objects() if type(o) is dict and 'mount_point' in o and 'lower' in o]\n"
+        "return bool(own or jobs)",
+    ),
     reach(
         "new user namespace",
         "become root in a namespace",

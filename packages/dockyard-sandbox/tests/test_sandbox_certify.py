@@ -121,6 +121,7 @@ class _Scripted:
 
     workers = 1
     isolation = "namespaces"
+    is_warm = False
 
     def __init__(self, gold: list[bool]) -> None:
         self.gold = gold
@@ -159,6 +160,7 @@ def test_a_certificate_is_named_by_its_content(project: Any, tmp_path: Path) -> 
     assert write_certificates(made, tmp_path / "certificates") == [path]
     assert read_certificate(path) == made[0]
     fields = json.loads(path.read_text())
+    assert fields["runs_warm"] is True
     assert fields["executor"].keys() == {"isolation", "python", "pytest", "dockyard-sandbox"}
     path.write_text(json.dumps({**fields, "is_certified": False}))
     with pytest.raises(ValueError, match="must hash to its name"):
@@ -168,7 +170,13 @@ def test_a_certificate_is_named_by_its_content(project: Any, tmp_path: Path) -> 
 def test_the_hash_of_a_task_is_of_what_decides_it(project: Any) -> None:
     task = project.task()
     assert task_hash(replace(task, instance_id="other", repo="/elsewhere")) == task_hash(task)
-    for change in ({"test_patch": ""}, {"timeout_s": 1.0}, {"pass_to_pass": ()}, {"base_commit": "1" * 40}):
+    for change in (
+        {"test_patch": ""},
+        {"timeout_s": 1.0},
+        {"pass_to_pass": ()},
+        {"base_commit": "1" * 40},
+        {"plugins": ("x",)},
+    ):
         assert task_hash(replace(task, **change)) != task_hash(task)
 
 

@@ -32,6 +32,8 @@ class Task:
     """Sandbox environment id; None = the executor's own interpreter."""
     test_command: str | None = None
     """None = pytest on the files of the deciding tests."""
+    plugins: tuple[str, ...] = ()
+    """Plug-ins of pytest that the tests need, as its ``-p`` takes them; "auto" = whatever is installed."""
     timeout_s: float = 60.0
     """Wall-clock limit of the test run. Passing it is the policy's failure, not ours."""
     apply: Literal["strict", "swebench"] = "strict"

@@ -25,7 +25,7 @@ from dockyard_sandbox.executor import Executor
 from dockyard_sandbox.repos import UnknownRepo
 from dockyard_sandbox.wire import TaskRequest
 
-FORMAT = 1
+FORMAT = 2
 _NETWORK = re.compile(
     r"Name or service not known|Temporary failure in name resolution|Network is unreachable|getaddrinfo"
 )
@@ -54,6 +54,8 @@ class Certificate:
     """Seconds of test time: median and longest run of the fix, median of the base."""
     network: str
     """``not_needed``, or ``suspected``: the fix does not resolve and its log speaks of name resolution."""
+    runs_warm: bool
+    """Whether a warm run said the same as a cold one, of the base and of the fix; False also where none was tried."""
     num_canaries: int
     num_proven_canaries: int
     gold_flags: tuple[str, ...]
@@ -74,7 +76,7 @@ class Certificate:
 def task_hash(task: Task) -> str:
     """``sha256:…`` over what decides a task, its name and the place of its repository left out."""
     names = ("base_commit", "test_patch", "fail_to_pass", "pass_to_pass", "environment", "test_command", "timeout_s")
-    fields = {name: getattr(task, name) for name in (*names, "apply")}
+    fields = {name: getattr(task, name) for name in (*names, "apply", "plugins")}
     return f"sha256:{hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()}"
 
 
@@ -176,6 +178,7 @@ async def _certify(executor: Executor, task: Task, num_runs: int) -> Certificate
         bad = next((verdict for verdict in gold if not verdict.is_resolved), None)
         why = "" if bad is None else f": {bad.status}, {bad.detail}"
         reasons.append(f"the known fix resolves in {num_resolved} of {num_runs} runs{why}")
+    runs_warm = not reasons and executor.is_warm and await _runs_warm(executor, task)
     return Certificate(
         instance_id=task.instance_id,
         base_commit=task.base_commit,
@@ -189,6 +192,7 @@ async def _certify(executor: Executor, task: Task, num_runs: int) -> Certificate
         flake_rate=round((_flakes(base) + _flakes(gold)) / 2, 6),
         duration_s=_durations(base, gold),
         network=_network(gold),
+        runs_warm=runs_warm,
         num_canaries=canaries[0],
         num_proven_canaries=canaries[1],
         gold_flags=tuple(sorted({flag for verdict in gold for flag in verdict.flags})),
@@ -199,6 +203,13 @@ async def _certify(executor: Executor, task: Task, num_runs: int) -> Certificate
             "dockyard-sandbox": version("dockyard-sandbox"),
         },
     )
+
+
+async def _runs_warm(executor: Executor, task: Task) -> bool:
+    """Judge the fix as a server would; the first time that compares warm and cold."""
+    request = _request(task, task.gold_patch or "")
+    verdict = await executor.judge_afresh(request, may_be_warm=True)
+    return verdict.is_resolved and executor.trials.runs_warm(request)
 
 
 def _request(task: Task, patch: str) -> TaskRequest:

@@ -21,6 +21,7 @@ from dockyard_core import (
     Verdict,
     VerdictStatus,
 )
+from dockyard_core.patch import touched_paths
 from dockyard_sandbox.http_session import Caller, HttpSession, message_of, to_verdict
 from dockyard_sandbox.wire import MAX_PATCH_BYTES, TaskResponse
 
@@ -166,6 +167,8 @@ def request_body(task: Task, patch: str) -> dict[str, object]:
         "PASS_TO_PASS": list(task.pass_to_pass),
         "environment": task.environment,
         "test_command": task.test_command,
+        "plugins": list(task.plugins),
+        "exempt_paths": list(touched_paths(task.gold_patch or "")),
         "timeout_s": task.timeout_s,
         "apply": task.apply,
     }

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
 
-from dockyard_sandbox.trees import Entry
+from dockyard_sandbox.trees import Entry, directories_of
 
 CONFIG_NAMES = frozenset(
     {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
@@ -40,11 +40,13 @@ class ControlPlane:
     base_directories: frozenset[str]
     installed: frozenset[str] = frozenset()
     """Top-level modules of the environment that runs the tests."""
+    exempt: frozenset[str] = frozenset()
+    """Paths that the known fix changes, deciding test files left out."""
     new_packages: frozenset[str] = frozenset()
     """Directories that the model's patch makes, with their own ``__init__.py``."""
 
     def protects(self, path: str, *, is_new: bool) -> bool:
-        """Whether a change of ``path`` by the model's patch is undone."""
+        """Whether a change of ``path`` by the model's patch is undone, unless it is exempt."""
         parts = PurePosixPath(path).parts
         name, stems = parts[-1], {part.split(".")[0] for part in parts}
         if path in self.files or name in CONFIG_NAMES or stems & _START_UP_STEMS:
@@ -106,8 +108,10 @@ def control_plane(
     test_changes: Mapping[str, Entry | None],
     *,
     resolve: Callable[[str], str] = str,
+    base_directories: frozenset[str] | None = None,
     installed: frozenset[str] = frozenset(),
     model_changes: Mapping[str, Entry | None] | None = None,
+    exempt: frozenset[str] = frozenset(),
 ) -> ControlPlane:
     """Return what is protected, given the deciding tests and what the test patch changes.
 
@@ -116,8 +120,10 @@ def control_plane(
         deciding_ids: node ids of the tests that decide.
         test_changes: what the test patch changes.
         resolve: follows the symlinks of the base tree.
+        base_directories: of the base tree; None = found by a walk over it.
         installed: top-level modules of the environment.
         model_changes: what the model's patch changes, to tell its new packages from new files in old directories.
+        exempt: paths that the known fix changes.
     """
     named = {test.split("::", 1)[0] for test in deciding_ids} | set(test_changes)
     files = named | {resolve(path) for path in named}
@@ -128,7 +134,8 @@ def control_plane(
             if _TEST_DIRECTORY.search(part):
                 directories.update((directory := "/".join(parts[: depth + 1]), resolve(directory)))
                 break
-    base_directories = frozenset(str(parent) for path in base for parent in PurePosixPath(path).parents)
+    if base_directories is None:
+        base_directories = directories_of(base)
     added = {path.removesuffix("/__init__.py") for path in model_changes or () if path.endswith("/__init__.py")}
     return ControlPlane(
         files=frozenset(files),
@@ -136,6 +143,7 @@ def control_plane(
         base=base,
         base_directories=base_directories,
         installed=installed,
+        exempt=exempt - files,
         new_packages=frozenset(added - base_directories),
     )
 
@@ -162,9 +170,12 @@ def restore(
     read_base: Callable[[str], bytes],
     contents: Mapping[str, bytes],
 ) -> tuple[dict[str, Entry | None], list[str]]:
-    """Split the model's changes into those that stay and the paths that were put back."""
+    """Split the model's changes into those that stay and the paths that were put back.
+
+    Returns the changes, and flags: ``restored:`` and a path that was put back, ``exempt:`` and one that was not.
+    """
     kept: dict[str, Entry | None] = {}
-    undone: list[str] = []
+    flags: list[str] = []
     for path, entry in changes.items():
         is_new = path not in plane.base
         undo = plane.protects(path, is_new=is_new)
@@ -172,7 +183,7 @@ def restore(
             before = None if is_new else read_base(plane.base[path].blob)
             undo = pytest_tables_differ(before, None if entry is None else contents[entry.blob])
         if undo:
-            undone.append(path)
-        else:
+            flags.append(f"{'exempt' if path in plane.exempt else 'restored'}:{path}")
+        if not undo or path in plane.exempt:
             kept[path] = entry
-    return kept, undone
+    return kept, flags

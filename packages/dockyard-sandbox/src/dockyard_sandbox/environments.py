@@ -165,7 +165,9 @@ class EnvironmentStore:
                 del self._known[name]
                 _remove(place)
             if failure is not None:
-                raise BadEnvironment(f"{found.python} of the image must run pytest 8 or later: {failure}")
+                raise BadEnvironment(
+                    f"{found.python} of the image must be Python 3.6 or later with pytest 5 or later: {failure}"
+                )
             return found
 
 

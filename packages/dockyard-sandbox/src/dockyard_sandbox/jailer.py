@@ -11,7 +11,6 @@ import marshal
 import os
 import py_compile
 import selectors
-import shutil
 import tempfile
 import time
 from dataclasses import dataclass
@@ -24,10 +23,12 @@ from dockyard_sandbox.environments import Environment, EnvironmentStore
 from dockyard_sandbox.isolation import Isolation
 from dockyard_sandbox.judge import RunResult
 from dockyard_sandbox.launchers import cold_launcher, warm_launcher
+from dockyard_sandbox.portable import portable
 from dockyard_sandbox.wire import Limits
 
 MAX_RECORD_BYTES = 32 * 1024 * 1024
 _SETUP_S, _STOP_S = 120.0, 30.0  # past a run's deadline, in which its supervisor must have set it up and stopped it
+NO_PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
 _RUNNER_DIRECTORY = "/opt/dockyard"
 _PACKAGE = Path(__file__).parent
 
@@ -47,6 +48,8 @@ class Workload:
     patch_file: str | None = None
     """One of ``files`` that GNU patch is to apply, instead of any test; the records say what it changed."""
     environment: str | None = None
+    loads_all_plugins: bool = False
+    """Whether pytest loads every plug-in that is installed beside it."""
     is_warm: bool = False
     """Forks an interpreter that has imported pytest, where the jailer has one: see `Jailer.has_warm_path`."""
 
@@ -82,14 +85,14 @@ class Jailer:
         for name in ("runner", "patcher"):
             source, compiled = _PACKAGE / f"{name}.py", self._programs / f"{name}.pyc"
             py_compile.compile(str(source), cfile=str(compiled), dfile=f"{name}.py", doraise=True)
-            shutil.copyfile(source, compiled.with_suffix(".py"))  # for other versions of Python
+            compiled.with_suffix(".py").write_text(portable(source.read_text()))  # for other versions of Python
         for path in self._programs.iterdir():
             path.chmod(0o644)
         self._cold = cold_launcher()
         self._warm = warm_launcher(
             environment,
             self._programs / "runner.pyc",
-            {**run_environment(), **environment.env},
+            run_environment(environment),
             namespaced=isolation.level == "namespaces",
         )
         self.is_warm = False
@@ -149,6 +152,7 @@ class Jailer:
             "seccomp": self.isolation.seccomp,
             "seccomp_fd": -1,
             "uid": self.isolation.uid,
+            "user_namespace": self.isolation.user_namespace,
             "drop_to": self.isolation.uid if self.isolation.level == "landlock" else 0,
             "landlock": None,
             "bwrap": self.isolation.bwrap,
@@ -165,7 +169,7 @@ class Jailer:
             "deleted": [],
             "readonly": [],
             "argv": [],
-            "env": {**run_environment(), **found.env},
+            "env": run_environment(found),
             "deadline_s": timeout_s,
             "memory_mb": limits.memory_mb,
             "pids": limits.pids,
@@ -184,8 +188,11 @@ class Jailer:
         configuration: dict[str, Any] = {"arguments": work.pytest_arguments, "import_paths": found.import_paths}
         if work.patch_file is not None:
             configuration = {"patch_file": work.patch_file}
+        job = self.job(lower=work.lower, limits=work.limits, environment=work.environment, timeout_s=work.timeout_s)
+        if work.loads_all_plugins:
+            del job["env"][NO_PLUGINS]
         return {
-            **self.job(lower=work.lower, limits=work.limits, environment=work.environment, timeout_s=work.timeout_s),
+            **job,
             "files": work.files,
             "deleted": work.deleted,
             "readonly": work.readonly,
@@ -197,16 +204,20 @@ class Jailer:
         self._cold.send(fds)
 
 
-def run_environment() -> dict[str, str]:
-    """The whole environment of a test process."""
+def run_environment(environment: Environment) -> dict[str, str]:
+    """The whole environment of a process that runs in ``environment``."""
+    own = "" if environment.rootfs else f"{os.path.dirname(environment.python)}:"  # noqa: PTH120  a path inside
     return {
-        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "PATH": f"{own}/usr/local/bin:/usr/bin:/bin",
         "HOME": "/tmp",
         "TMPDIR": "/tmp",
         "LANG": "C.UTF-8",
         "PYTHONHASHSEED": "0",
         "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        # a thread per CPU of the machine, for each library, would fill the memory and process limits of a large one
+        **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+        NO_PLUGINS: "1",
+        **environment.env,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dockyard_core import TestStatus, Verdict, VerdictStatus
@@ -76,6 +76,8 @@ def judge(
     pass_to_pass = (len(kept), len(request.pass_to_pass))
     all_good = fail_to_pass[0] == fail_to_pass[1] and pass_to_pass[0] == pass_to_pass[1]
     status, detail = _status(run, stream, all_good)
+    if status is VerdictStatus.UNRESOLVED:
+        detail = _what_lacks(request, tests, passed, kept)
     found = canary_findings(stream, canaries, is_resolved=status is VerdictStatus.RESOLVED)
     if found and status in (VerdictStatus.RESOLVED, VerdictStatus.UNRESOLVED):
         status, detail = VerdictStatus.TAMPERED, f"a test that must fail did not: {', '.join(found)}"
@@ -140,7 +142,16 @@ def _status(run: RunResult, stream: RecordStream, all_good: bool) -> tuple[Verdi
         return VerdictStatus.RESOLVED, "every deciding test has the status that its set demands"
     if stream.num_memory_errors:
         return VerdictStatus.OUT_OF_MEMORY, "a test ran out of limits.memory_mb"
-    return VerdictStatus.UNRESOLVED, "a deciding test did not pass"
+    return VerdictStatus.UNRESOLVED, ""
+
+
+def _what_lacks(request: TaskRequest, tests: Mapping[str, TestStatus], passed: set[str], kept: set[str]) -> str:
+    """The deciding tests without the status that they need; those that pytest did not report come first."""
+    bad = [test for test in request.fail_to_pass if test not in passed]
+    bad += [test for test in request.pass_to_pass if test not in kept]
+    bad.sort(key=lambda test: tests[test] is not TestStatus.MISSING)
+    named = ", ".join(f"{test} {tests[test]}" for test in bad[:3])
+    return f"{len(bad)} of {len(tests)} deciding tests did not pass: {named}{', …' if len(bad) > 3 else ''}"
 
 
 def _status_of_end(run: RunResult) -> tuple[VerdictStatus, str] | None:

@@ -52,9 +52,6 @@ class LiveSession:
         """Start it. Raises OSError, SessionEnded, UnknownEnvironment."""
         self._jailer = jailer
         job = jailer.job(lower=lower, limits=limits, environment=environment, timeout_s=MAX_LIFETIME_S)
-        binaries = os.path.dirname(jailer.environment.python)  # noqa: PTH120  a path inside, not here
-        if not job["rootfs"]:
-            job["env"]["PATH"] = f"{binaries}:{job['env']['PATH']}"
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._result, result_write = os.pipe()
         control_read, self._control = os.pipe()

@@ -17,10 +17,11 @@ from dockyard_sandbox.flags import scan
 from dockyard_sandbox.gitcmd import Git
 from dockyard_sandbox.jailer import Workload
 from dockyard_sandbox.judge import early_verdict
+from dockyard_sandbox.patched import PatchedTree
 from dockyard_sandbox.repos import RepoStore
 from dockyard_sandbox.rungs import RunBlocking, apply_on_rungs
 from dockyard_sandbox.trees import EXECUTABLE, SYMLINK, BaseTree, Entry, TreeStore
-from dockyard_sandbox.wire import TaskRequest
+from dockyard_sandbox.wire import ALL_PLUGINS, TaskRequest
 
 _MAX_TEST_PATCHES = 1024
 _MAX_BOUND_FILES = 2000
@@ -104,46 +105,45 @@ class Preparer:
             request.deciding_ids,
             tests.changes,
             resolve=base.resolve,
+            base_directories=base.directories,
             installed=self._installed if self._modules_of is None else self._modules_of(request.environment),
             model_changes=model.changes,
+            exempt=frozenset(request.exempt_paths),
         )
-        kept, undone = restore(
+        kept, restored = restore(
             plane,
             model.changes,
             read_base=lambda blob: self._git.run("cat-file", "blob", blob, git_dir=base.bare),
             contents=model.contents,
         )
-        changes = {**kept, **tests.changes}
-        flags += tuple(f"restored:{path}" for path in undone)
-        flags += scan(kept, model.contents, lambda path: _read(base, path))
-        contents = {**model.contents, **tests.contents}
-        final = {path for path in base.entries if changes.get(path, base) is not None}
-        final |= {path for path, entry in changes.items() if entry is not None}
-        violation = _violation(request, changes, final, contents)
+        tree = PatchedTree(base=base, changes={**kept, **tests.changes}, contents={**model.contents, **tests.contents})
+        flags += (*restored, *scan(kept, model.contents, lambda path: _of_base(base, path)))
+        violation = _violation(request, tree)
         if violation is not None:
             return self._early(request, VerdictStatus.POLICY_VIOLATION, violation, flags)
-        arguments = _pytest_arguments(request, base, final)
+        arguments = _pytest_arguments(request, tree)
         if not arguments:
             return self._early(request, VerdictStatus.NO_TESTS_RAN, "no file of a deciding test exists", flags)
         return Prepared(
             workload=Workload(
                 lower=base.directory,
                 files={
-                    path: (entry.mode == EXECUTABLE, contents[entry.blob])
-                    for path, entry in changes.items()
+                    path: (entry.mode == EXECUTABLE, tree.contents[entry.blob])
+                    for path, entry in tree.changes.items()
                     if entry is not None
                 },
-                deleted=[path for path, entry in changes.items() if entry is None],
-                readonly=_readonly(plane, base, final),
-                pytest_arguments=arguments,
+                deleted=[path for path, entry in tree.changes.items() if entry is None],
+                readonly=_readonly(plane, tree),
+                pytest_arguments=[*request.plugin_arguments, *arguments],
+                loads_all_plugins=ALL_PLUGINS in request.plugins,
                 timeout_s=request.timeout_s,
                 limits=request.limits,
                 environment=request.environment,
             ),
-            xfail_files=_xfail_files(request, base, changes, contents, final),
-            test_files=_test_files(request, base, changes, contents),
+            xfail_files=_xfail_files(request, tree),
+            test_files=_test_files(request, tree),
             flags=flags,
-            tree_key=_tree_key(base, changes),
+            tree_key=tree.key(),
         )
 
     def _early(self, request: TaskRequest, status: VerdictStatus, detail: str, flags: tuple[str, ...] = ()) -> Verdict:
@@ -169,94 +169,57 @@ def _deciding_files(request: TaskRequest) -> dict[str, None]:
     return dict.fromkeys(test.split("::", 1)[0] for test in request.deciding_ids)
 
 
-def _test_files(
-    request: TaskRequest,
-    base: BaseTree,
-    changes: Mapping[str, Entry | None],
-    contents: Mapping[str, bytes],
-) -> dict[str, tuple[bool, bytes]]:
-    found = {}
-    for path in _deciding_files(request):
-        entry = changes.get(path, base.entries.get(path))
-        if entry is not None and entry.mode in REGULAR:
-            content = contents[entry.blob] if path in changes else _read(base, path)
-            found[path] = (entry.mode == EXECUTABLE, content)
-    return found
+def _test_files(request: TaskRequest, tree: PatchedTree) -> dict[str, tuple[bool, bytes]]:
+    entries = {path: tree.get(path) for path in _deciding_files(request)}
+    return {
+        path: (entry.mode == EXECUTABLE, tree.read(path))
+        for path, entry in entries.items()
+        if entry is not None and entry.mode in REGULAR
+    }
 
 
-def _read(base: BaseTree, path: str) -> bytes:
+def _of_base(base: BaseTree, path: str) -> bytes:
     """A file of the base tree; b"" when it has no regular file there."""
-    return (base.directory / path).read_bytes() if base.entries.get(path, _NO_ENTRY).mode in REGULAR else b""
+    return PatchedTree(base=base, changes={}, contents={}).read(path)
 
 
-def _pytest_arguments(request: TaskRequest, base: BaseTree, final: set[str]) -> list[str]:
+def _pytest_arguments(request: TaskRequest, tree: PatchedTree) -> list[str]:
     """pytest on the files of the deciding tests, in the order of the ids; [] = none of them exists."""
-    files = _deciding_files(request)
-    present = [path for path in files if path in final or base.resolve(path) in final]
-    if not present:
-        return []
-    if request.test_command is not None:
+    present = [path for path in _deciding_files(request) if path in tree or tree.base.resolve(path) in tree]
+    if present and request.test_command is not None:
         return list(request.pytest_arguments)
     return present
 
 
-def _tree_key(base: BaseTree, changes: Mapping[str, Entry | None]) -> str:
-    digest = hashlib.sha256(base.tree.encode())
-    for path, entry in sorted(changes.items()):
-        if base.entries.get(path) != entry:
-            digest.update(repr((path, entry and (entry.mode, entry.blob))).encode())
-    return digest.hexdigest()
-
-
-def _violation(
-    request: TaskRequest, changes: Mapping[str, Entry | None], final: set[str], contents: Mapping[str, bytes]
-) -> str | None:
+def _violation(request: TaskRequest, tree: PatchedTree) -> str | None:
     """What about the combined tree no run could be given, in a sentence. Restoring may cause it, too."""
-    directories = {str(parent) for path in final for parent in PurePosixPath(path).parents}
-    size = 0
-    for path, entry in changes.items():
-        if entry is not None:
-            size += len(contents[entry.blob])
-            clashes = (
-                [path] if path in directories else [str(p) for p in PurePosixPath(path).parents if str(p) in final]
-            )
-            if clashes:
-                return f"the patch makes {clashes[0]!r} both a file and a directory"
+    clash, size = tree.clash(), tree.size()
+    if clash is not None:
+        return f"the patch makes {clash!r} both a file and a directory"
     if size > request.limits.disk_mb * 1024 * 1024:
         return f"the changed files must fit into limits.disk_mb={request.limits.disk_mb}, got {size} bytes"
     return None
 
 
-def _readonly(plane: ControlPlane, base: BaseTree, final: set[str]) -> list[str]:
+def _readonly(plane: ControlPlane, tree: PatchedTree) -> list[str]:
     """Files that even running code must not change: what decides, and all of the test directories."""
-    below = tuple(f"{directory}/" for directory in plane.directories)
-    protected = {path for path in final if path in plane.files or path.rsplit("/", 1)[-1] in CONFIG_NAMES}
-    beside = sorted(path for path in final - protected if path.startswith(below))
+    protected = {path for path in plane.files if path in tree} | tree.named(CONFIG_NAMES)
+    beside = sorted(tree.below(plane.directories) - protected)
     if len(beside) > _MAX_BOUND_FILES:  # every bind is a mount of its own: code before data
         beside = sorted(beside, key=lambda path: not path.endswith(".py"))[:_MAX_BOUND_FILES]
     # a symlink cannot be bound; its target lies elsewhere in the tree
-    return sorted(path for path in {*protected, *beside} if base.entries.get(path, _NO_ENTRY).mode != SYMLINK)
+    return sorted(path for path in {*protected, *beside} if tree.base.entries.get(path, _NO_ENTRY).mode != SYMLINK)
 
 
-def _xfail_files(
-    request: TaskRequest,
-    base: BaseTree,
-    changes: Mapping[str, Entry | None],
-    contents: Mapping[str, bytes],
-    final: set[str],
-) -> frozenset[str]:
+def _xfail_files(request: TaskRequest, tree: PatchedTree) -> frozenset[str]:
     """Deciding test files that speak of expected failures: in no other can a test end as one."""
 
     def speaks(path: str) -> bool:
-        real = base.resolve(path)
-        if real not in final:
-            return False
-        entry = changes.get(real)
-        text = contents[entry.blob] if entry is not None else (base.directory / real).read_bytes()
+        text = tree.read(tree.base.resolve(path))
         return any(word in text for word in _EXPECTED_FAILURE)
 
-    files = {test.split("::", 1)[0] for test in request.deciding_ids}
-    marking = [str(parent) for path in files for parent in PurePosixPath(path).parents]
-    if any(speaks(str(PurePosixPath(directory) / "conftest.py")) for directory in set(marking)):
+    files = _deciding_files(request)
+    marking = {str(parent) for path in files for parent in PurePosixPath(path).parents}
+    if any(speaks(str(PurePosixPath(directory) / "conftest.py")) for directory in marking):
         return frozenset(files)
     return frozenset(path for path in files if speaks(path))

@@ -3,7 +3,8 @@
 """Runs inside the sandbox: pytest, with every outcome written to the record pipe.
 
 This file is compiled once by the server and executed alone: it must import the standard library
-and pytest only, and pytest before any directory of the repository can be imported from.
+and pytest only, and pytest before any directory of the repository can be imported from. In an image it is
+read by whatever the image has, from Python 3.6 and pytest 5 on: see ``portable.py``.
 
 Records are JSON lines on descriptor 3, numbered from 0 without a gap: ``{"n", "collect_error": id}``,
 ``{"n", "collected": [ids], "marked": [ids], "expecting": [ids], "origins": {file of ids: file executed}}``,
@@ -103,7 +104,7 @@ class _Origins:
     def of(self, module: Any, root: str) -> str:
         """Path relative to ``root``; "" = not executed by pytest."""
         known = self._executed.get(id(module))
-        return known[1].removeprefix(root + os.sep) if known is not None and known[0] is module else ""
+        return _below(root, known[1]) if known is not None and known[0] is module else ""
 
 
 def _plugin(record: Callable[..., None], origins: _Origins) -> Any:
@@ -111,7 +112,7 @@ def _plugin(record: Callable[..., None], origins: _Origins) -> Any:
     from _pytest.unittest import TestCaseFunction
 
     imperative, function, testcase = pytest.xfail.Exception, pytest.Function, TestCaseFunction
-    hook_files = _hook_files
+    hook_files, root_of = _hook_files, _root_of
 
     def expects_failure(item: Any) -> bool:
         flag = "__unittest_expecting_failure__"
@@ -127,10 +128,10 @@ def _plugin(record: Callable[..., None], origins: _Origins) -> Any:
 
         @pytest.hookimpl(trylast=True)
         def pytest_sessionfinish(self, session: Any) -> None:
-            self.hook_files = hook_files(session.config.pluginmanager, str(session.config.rootpath))
+            self.hook_files = hook_files(session.config.pluginmanager, root_of(session.config))
 
         def pytest_collection_finish(self, session: Any) -> None:
-            root = str(session.config.rootpath)
+            root = root_of(session.config)
             files = {
                 item.nodeid.split("::", 1)[0]: origins.of(item.module, root)
                 for item in session.items
@@ -147,10 +148,10 @@ def _plugin(record: Callable[..., None], origins: _Origins) -> Any:
             if report.failed:
                 record(collect_error=report.nodeid)
 
-        @pytest.hookimpl(wrapper=True, tryfirst=True)
-        def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, Any]:
-            report = yield
-            excinfo = call.excinfo
+        @pytest.hookimpl(hookwrapper=True, tryfirst=True)  # the form that every version knows
+        def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, None]:
+            result = yield
+            report, excinfo = result.get_result(), call.excinfo
             record(
                 id=item.nodeid,
                 when=call.when,
@@ -159,9 +160,16 @@ def _plugin(record: Callable[..., None], origins: _Origins) -> Any:
                 xfail=hasattr(report, "wasxfail"),
                 imperative=excinfo is not None and isinstance(excinfo.value, imperative),
             )
-            return report
 
     return Recorder()
+
+
+def _root_of(config: Any) -> str:
+    return str(getattr(config, "rootpath", None) or config.rootdir)  # its name before pytest 6.1
+
+
+def _below(root: str, path: str) -> str:
+    return path[len(root) + 1 :] if path.startswith(root + os.sep) else path
 
 
 def _hook_files(manager: Any, root: str) -> tuple[str, ...]:
@@ -178,7 +186,7 @@ def _hook_files(manager: Any, root: str) -> tuple[str, ...]:
             code = getattr(implementation.function, "__code__", None)
             file = getattr(code, "co_filename", None) or type(implementation.function).__name__
             if not file.startswith(installed) and os.path.basename(file) not in ("conftest.py", "runner.py"):
-                files.add(file.removeprefix(root + os.sep))
+                files.add(_below(root, file))
     return tuple(sorted(files))
 
 
@@ -190,7 +198,7 @@ def load(import_paths: list[str]) -> None:
     for name in default_plugins:
         importlib.import_module(f"_pytest.{name}")
     _prepare_unittest()
-    gc.freeze()
+    getattr(gc, "freeze", int)()  # since 3.7
 
 
 def run(arguments: list[str]) -> int:

@@ -25,6 +25,7 @@ class _Row(BaseModel):
     pass_to_pass: TestIds = Field(default=(), alias="PASS_TO_PASS")
     environment: str | None = None
     test_command: str | None = None
+    plugins: tuple[str, ...] = ()
     timeout_s: float = Field(default=60.0, gt=0)
     apply: str = Field(default="strict", pattern="^(strict|swebench)$")
 
@@ -64,6 +65,7 @@ def _task(line: bytes, where: str, directory: Path) -> Task:
         gold_patch=row.patch,
         environment=row.environment,
         test_command=row.test_command,
+        plugins=row.plugins,
         timeout_s=row.timeout_s,
         apply="swebench" if row.apply == "swebench" else "strict",
     )

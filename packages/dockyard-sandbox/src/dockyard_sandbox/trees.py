@@ -6,7 +6,10 @@ import os
 import shutil
 import tempfile
 import threading
+from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from dockyard_sandbox.gitcmd import Git
@@ -35,6 +38,30 @@ class BaseTree:
     index_path: Path
     """A ready index of this tree, copied for every attempt."""
 
+    @cached_property
+    def directories(self) -> frozenset[str]:
+        """Every directory that has a file somewhere below; "." is the root."""
+        return directories_of(self.entries)
+
+    @cached_property
+    def sorted_paths(self) -> list[str]:
+        """Every path, in order: those below a directory stand together."""
+        return sorted(self.entries)
+
+    @cached_property
+    def by_name(self) -> dict[str, list[str]]:
+        """Paths by their last part."""
+        found: dict[str, list[str]] = {}
+        for path in self.entries:
+            found.setdefault(path.rsplit("/", 1)[-1], []).append(path)
+        return found
+
+    def paths_below(self, directory: str) -> list[str]:
+        """Every path below ``directory``."""
+        prefix = f"{directory}/"
+        start = bisect_left(self.sorted_paths, prefix)
+        return self.sorted_paths[start : bisect_left(self.sorted_paths, f"{directory}0", start)]  # "0" follows "/"
+
     def resolve(self, path: str) -> str:
         """Follow the tree's own symlinks; a path that leaves the tree, or never ends, stays as it is."""
         pending = list(reversed(PurePosixPath(path).parts))
@@ -60,6 +87,17 @@ class BaseTree:
         return "/".join(done)
 
 
+def directories_of(paths: Iterable[str]) -> frozenset[str]:
+    """Every directory above one of ``paths``; "." is the root."""
+    found: set[str] = set()
+    for path in paths:
+        end = path.rfind("/")
+        while end > 0 and path[:end] not in found:
+            found.add(path[:end])
+            end = path.rfind("/", 0, end)
+    return frozenset(found | {"."})
+
+
 class TreeStore:
     """Base trees under ``root/trees``; materialising is done once per tree and is crash-safe."""
 
@@ -70,6 +108,7 @@ class TreeStore:
         self._owner_uid = owner_uid
         self._lock = threading.Lock()
         self._trees: dict[tuple[Path, str], BaseTree] = {}
+        self._entries: dict[str, dict[str, Entry]] = {}
 
     def get(self, bare: Path, tree: str) -> BaseTree:
         """Return the tree, materialising it on first use. Raises GitFailed, OSError."""
@@ -80,13 +119,21 @@ class TreeStore:
                 self._trees[(bare, tree)] = known
         return known
 
+    def entries(self, bare: Path, tree: str) -> dict[str, Entry]:
+        """What a tree has at which path, without materialising it. Raises GitFailed."""
+        known = self._entries.get(tree)
+        if known is None:
+            known = {}
+            listing = self._git.run("ls-tree", "-r", "-z", "--full-tree", tree, git_dir=bare)
+            for line in listing.split(b"\0")[:-1]:
+                head, path = line.split(b"\t", 1)
+                mode, _, blob = head.decode().split(" ")
+                known[os.fsdecode(path)] = Entry(mode, blob)
+            self._entries[tree] = known
+        return known
+
     def _load(self, bare: Path, tree: str) -> BaseTree:
-        listing = self._git.run("ls-tree", "-r", "-z", "--full-tree", tree, git_dir=bare)
-        entries: dict[str, Entry] = {}
-        for line in listing.split(b"\0")[:-1]:
-            head, path = line.split(b"\t", 1)
-            mode, _, blob = head.decode().split(" ")
-            entries[os.fsdecode(path)] = Entry(mode, blob)
+        entries = self.entries(bare, tree)
         final = self._directory / f"{tree}-{'own' if self._owner_uid is None else self._owner_uid}"
         index_path = self._directory / f"{final.name}.index"
         if not final.exists() or not index_path.exists():

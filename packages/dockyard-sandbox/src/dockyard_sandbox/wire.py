@@ -8,7 +8,16 @@ import shlex
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from dockyard_core import TestStatus, VerdictStatus
@@ -43,6 +52,12 @@ def _test_id(value: str) -> str:
     return value
 
 
+def _inside(value: str) -> str:
+    if value.startswith("/") or ".." in PurePosixPath(value).parts or str(PurePosixPath(value)) != value:
+        raise ValueError(f"must be a path relative to the repository, as git writes it, got {value[:200]!r}")
+    return value
+
+
 def _split_command(command: str) -> tuple[str, ...]:
     words = shlex.split(command)
     for prefix in (["pytest"], ["py.test"], ["python", "-m", "pytest"], ["python3", "-m", "pytest"]):
@@ -53,6 +68,11 @@ def _split_command(command: str) -> tuple[str, ...]:
 
 TestId = Annotated[str, Field(max_length=4096)]
 TestIds = Annotated[tuple[TestId, ...], BeforeValidator(_json_list), Field(max_length=MAX_TESTS)]
+
+
+PluginName = Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
+RelativePath = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_inside)]
+ALL_PLUGINS = "auto"
 
 
 class _Closed(BaseModel):
@@ -83,6 +103,10 @@ class TaskRequest(_Closed):
     environment: str | None = Field(default=None, pattern=ENVIRONMENT_NAME)
     """None or "default" = the executor's own interpreter."""
     test_command: str | None = Field(default=None, max_length=4096)
+    plugins: tuple[PluginName, ...] = Field(default=(), max_length=64)
+    """Plug-ins of pytest to load, as its ``-p`` takes them; "auto" = whatever the environment has installed."""
+    exempt_paths: tuple[RelativePath, ...] = Field(default=(), max_length=1000)
+    """Paths that the known fix changes: a patch may change them where they would be put back. Never deciding tests."""
     timeout_s: float = Field(default=60.0, gt=0, le=86_400)
     limits: Limits = Limits()
     apply: Literal["strict", "swebench"] = "strict"
@@ -122,6 +146,11 @@ class TaskRequest(_Closed):
     def pytest_arguments(self) -> tuple[str, ...]:
         """Arguments of ``test_command``."""
         return _split_command(self.test_command or "pytest")
+
+    @property
+    def plugin_arguments(self) -> tuple[str, ...]:
+        """What makes pytest load ``plugins``."""
+        return tuple(word for name in self.plugins if name != ALL_PLUGINS for word in ("-p", name))
 
     @property
     def deciding_ids(self) -> tuple[str, ...]:

@@ -150,6 +150,7 @@ def _task(row: TaskRow, repo: str, prompt_files: tuple[tuple[str, str], ...]) ->
         prompt_files=prompt_files,
         environment=row.environment,
         test_command=row.test_command,
+        plugins=row.plugins,
         timeout_s=row.timeout_s,
         apply=row.apply,
         labels=tuple((name, str(value)) for name, value in row.labels.items()),

@@ -40,6 +40,7 @@ class TaskRow(BaseModel):
     PASS_TO_PASS: TestIds = ()
     environment: str | None = None
     test_command: str | None = None
+    plugins: tuple[str, ...] = ()
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     apply: Literal["strict", "swebench"] = "strict"
     labels: dict[str, str | int | float | bool] = Field(default_factory=dict)
@@ -54,6 +55,7 @@ _WAYS_OUT = {
     "test_patch": "write the held-out tests as a unified diff, or an empty string when the repository has them",
     "FAIL_TO_PASS": "list the pytest node ids that the fix makes pass",
     "PASS_TO_PASS": "list the pytest node ids that must go on passing",
+    "plugins": "list the names of pytest plug-ins as its -p takes them, such as pytest_cov.plugin",
     "timeout_s": "give seconds > 0",
     "apply": "use strict or swebench",
     "labels": "give an object of names and plain values",
