@@ -95,6 +95,10 @@ def start_server(
             stderr=log,
             start_new_session=True,  # a Ctrl-C in the terminal is for the caller, who stops the server when done
         )
+    return _ready(process, log_path, timeout_s)
+
+
+def _ready(process: subprocess.Popen[bytes], log_path: Path, timeout_s: float) -> ServerHandle:
     line = _read_line(process, timeout_s)
     ready = _READY.match(line)
     if ready is None:
