@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from dockyard_sandbox import cgroups, janitor, start_server
 from dockyard_sandbox.cgroups import Hierarchy, find_hierarchies, probe, sweep
 from dockyard_sandbox.jail import cgroup
+from dockyard_sandbox.probing import find_jailer
 
 FIX = "def add(a, b):\n    return a + b\n\n\ndef mul(a, b):\n    return a * b\n"
 
@@ -112,6 +114,7 @@ def version2(tmp_path: Path) -> Hierarchy:
     """A directory with the files of a version 2 group: what is written can be read back, the kernel is not asked."""
     own = tmp_path / "cgroup"
     own.mkdir()
+    (own / "cgroup.type").write_text("domain")
     (own / "cgroup.controllers").write_text("cpu memory pids io")
     (own / "cgroup.subtree_control").write_text("")
     (own / "cgroup.procs").write_text(f"{os.getpid()}\n")
@@ -135,6 +138,60 @@ def test_version_2_is_left_alone_where_others_live(version2: Hierarchy) -> None:
     assert groups.parents == ()
     assert "1 other processes" in groups.notes[0]
     assert "Delegate=yes" in groups.notes[-1]
+
+
+def test_version_2_may_be_shared_out_beside_others_in_the_first_group_of_all(version2: Hierarchy) -> None:
+    (version2.own / "cgroup.type").unlink()
+    (version2.own / "cgroup.procs").write_text(f"{os.getpid()}\n1\n")
+    ((parent, controllers),) = probe([version2]).parents
+    assert len(controllers) == 3
+    assert not (Path(parent) / "server").exists()
+
+
+def test_version_2_is_given_back(version2: Hierarchy) -> None:
+    groups = probe([version2])
+    for directory in (version2.own, Path(groups.parents[0][0])):
+        (directory / "cgroup.subtree_control").write_text("cpu memory pids")  # as the kernel would say it
+    groups.close()
+    assert (version2.own / "cgroup.subtree_control").read_text() == "-cpu -memory -pids"
+    assert (version2.own / "cgroup.procs").read_text() == str(os.getpid())
+
+
+class _Group(type(Path())):  # type: ignore[misc]  # Path() has the class of its platform
+    """A path in a made-up hierarchy: who is in a group is up to what this process has started by now."""
+
+    older: tuple[int, ...] = ()
+
+    def read_text(self, *arguments: Any, **options: Any) -> str:
+        if self.name == "cgroup.procs" and (self.parent / "cgroup.type").exists():
+            return "\n".join(str(pid) for pid in _family(os.getpid()) if pid not in self.older)
+        return str(super().read_text(*arguments, **options))
+
+
+def _family(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(one for child in children for one in _family(int(child)))]
+
+
+def test_a_server_has_version_2_although_it_starts_processes(
+    version2: Hierarchy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shares its controllers out while it is alone: a launcher that it has would be one of the others."""
+    monkeypatch.setattr(_Group, "older", tuple(_family(os.getpid())[1:]))
+    hierarchy = replace(version2, own=_Group(version2.own))
+    monkeypatch.setattr(cgroups, "find_hierarchies", lambda: [hierarchy])
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    late = find_jailer(scratch, None)
+    assert "holds 1 other processes" in probe([hierarchy]).notes[0]
+    late.close()
+    jailer = find_jailer(scratch, None, with_groups=True)
+    try:
+        assert jailer.groups.controllers == ("memory.v2", "pids.v2", "cpu.v2"), jailer.groups.notes
+        assert jailer.groups.notes == ()
+        assert len(_family(os.getpid())) > 1 + len(_Group.older)
+    finally:
+        jailer.close()
 
 
 def test_version_2_files_hold_the_limits_of_a_run(version2: Hierarchy) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dockyard_core import VerdictStatus as S
+from dockyard_sandbox.jail import memory
 
 FIX = "def add(a, b):\n    return a + b\n\n\ndef mul(a, b):\n    return a * b\n"
 BUG = FIX.replace("a + b", "a - b")
@@ -52,6 +54,20 @@ def test_memory_is_bounded_for_all_processes_together(project: Any, judge: Any, 
     assert status(12, 1) == "resolved"  # what forks share is counted once
 
 
+def test_memory_is_bounded_where_the_server_may_not_look_into_a_process(tmp_path: Path) -> None:
+    """A root without CAP_SYS_PTRACE sees the sizes only: all but files counts, except for our own init."""
+    for pid, children in (("10", "11 12"), ("11", ""), ("12", "")):
+        (tmp_path / pid / "task" / pid).mkdir(parents=True)
+        (tmp_path / pid / "task" / pid / "children").write_text(children)
+        (tmp_path / pid / "statm").write_text("90000 30000 5000 1 0 9 0\n")
+    held_mib = 2 * 25_000 * os.sysconf("SC_PAGE_SIZE") >> 20
+    proc = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        assert [memory.exceeds(proc, 10, held_mib + by) for by in (-1, 1)] == [True, False]
+    finally:
+        os.close(proc)
+
+
 @pytest.mark.parametrize("call", ["os.memfd_create('x')", "ctypes.CDLL(None).shmget(0, 4096, 0o1600) >= 0"])
 def test_memory_that_no_limit_counts_is_not_given(call: str, project: Any, judge: Any) -> None:
     probe = f"import ctypes, os\ntry:\n    return {call}\nexcept OSError:\n    return False"
@@ -62,6 +78,22 @@ def test_the_network_is_out_of_reach(project: Any, judge: Any) -> None:
     port = int(judge.server.url.rsplit(":", 1)[1])
     probe = f"import socket\nreturn socket.create_connection(('127.0.0.1', {port}), 2)"
     assert judge(project.task(), project.patch(conditional(probe))).status is S.UNRESOLVED
+
+
+def test_a_run_has_a_network_of_its_own_that_ends_at_itself(project: Any, judge: Any) -> None:
+    """Nobody listens on the server's port there, and whoever opens a port is alone with it."""
+    if judge.server.isolation == "landlock":
+        pytest.skip("this level refuses sockets")
+    probe = (
+        "import errno, socket\n"
+        f"refused = [socket.socket().connect_ex(('127.0.0.1', {int(judge.server.url.rsplit(':', 1)[1])}))]\n"
+        "refused.append(socket.socket().connect_ex(('192.0.2.1', 80)))\n"
+        "with socket.create_server(('localhost', 0)) as own:\n"
+        "    with socket.create_connection(own.getsockname(), 5) as there:\n"
+        "        there.sendall(b'x')\n"
+        "        return own.accept()[0].recv(1) == b'x' and refused == [errno.ECONNREFUSED, errno.ENETUNREACH]"
+    )
+    assert judge(project.task(), project.patch(conditional(probe))).is_resolved
 
 
 def test_host_files_are_out_of_reach(project: Any, judge: Any, tmp_path: Path) -> None:

@@ -20,10 +20,40 @@ from typing import Any
 import httpx
 import pytest
 
-from dockyard_sandbox.jail import landlock, seccomp, syscalls
+from dockyard_sandbox import isolation
+from dockyard_sandbox.isolation import SANDBOX_UID
+from dockyard_sandbox.jail import landlock, plain, seccomp, syscalls
 
 PYTHON, PLAIN_UID = "/usr/bin/python3", 4242
 FIX = "def add(a, b):\n    return a + b\n\n\ndef mul(a, b):\n    return a * b\n"
+
+
+def test_runs_take_users_that_belong_to_nobody_and_exist_in_every_container() -> None:
+    """From 60578 to 61183: above people, below those that systemd makes up."""
+    assert 60_577 < SANDBOX_UID < SANDBOX_UID + plain.NUM_UIDS < 61_184
+
+
+def test_a_container_without_those_users_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(isolation, "_id_map", lambda kind: [(0, 1000, 1), (1, 100_000, 65_535)])
+    assert "namespaces" not in isolation.absent()
+    monkeypatch.setattr(isolation, "_id_map", lambda kind: [(0, 1000, 1)] if kind == "gid" else [(0, 100_000, 65_536)])
+    assert "65536 ids" in isolation.absent()["namespaces"]
+    assert {found.level for found in isolation.candidates()} <= {"bwrap"}
+
+
+def test_a_user_that_has_processes_is_not_given_to_a_run(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can be somebody else")
+    job: dict[str, Any] = {"mount_point": str(tmp_path), "drop_to": SANDBOX_UID}
+    first = plain._claim_uid(job)
+    Path(job["claim"]).unlink()
+    with subprocess.Popen(["sleep", "86462"], user=first) as stranger:
+        try:
+            assert plain._claim_uid(job) not in (first, SANDBOX_UID)
+        finally:
+            stranger.send_signal(signal.SIGKILL)
+    assert [path.name for path in tmp_path.iterdir()] == [Path(job["claim"]).name]
 
 
 @dataclass(frozen=True)
@@ -105,6 +135,9 @@ def test_the_levels_verdicts_are_right_and_say_which_level(weak: Weak, project: 
         assert (reply["status"], reply["isolation"]) == (status, "landlock"), reply
     notes = httpx.get(weak.url + "/readyz", trust_env=False).json()["notes"]
     assert any("no namespaces" in note for note in notes)
+    assert (
+        any(note.startswith("not namespaces") and "refuses user namespaces" in note for note in notes) or weak.uid == 0
+    )
     assert any("read-only by their mode" in note for note in notes) == (weak.uid != 0)
 
 

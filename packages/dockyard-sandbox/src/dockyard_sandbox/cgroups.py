@@ -1,7 +1,8 @@
 """Control groups of this server: where the kernel lets us make them, and the sweep of dead servers' ones.
 
 Version 1: a directory of ours below this process's group of each controller. Version 2: the same below
-its one group, whose processes must then live in a leaf: only where this server is alone in it.
+its one group, whose processes must then live in a leaf: only where this server is alone in it. So a server asks
+before it starts a process, and what it starts is born in the leaf.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dockyard_sandbox import janitor
 
 CONTROLLERS = ("memory", "pids", "cpu")
 _PREFIX = "dockyard-"
-_LEAF = "server"
+_LEAF, _PROCESSES, _SHARED = "server", "cgroup.procs", "cgroup.subtree_control"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +33,9 @@ class ControlGroups:
         return tuple(name for _, names in self.parents for name in names)
 
     def close(self) -> None:
-        """Remove this server's directories; those that still hold it are left to the next sweep."""
+        """Remove this server's directories; those that still hold a process are left to the next sweep."""
         for parent, _ in self.parents:
+            _withdraw(Path(parent))
             _remove(Path(parent))
 
 
@@ -117,6 +119,7 @@ def _make(hierarchy: Hierarchy) -> Path:
         else:
             _check_writable(directory, hierarchy.controllers)
     except OSError:
+        _withdraw(directory)
         _remove(directory)
         raise
     return directory
@@ -128,8 +131,8 @@ def _check_writable(directory: Path, controllers: tuple[str, ...]) -> None:
     try:
         if "pids" in controllers:
             (probe_group / "pids.max").write_text("1000")
-        if not os.access(probe_group / "cgroup.procs", os.W_OK):
-            raise PermissionError(f"{probe_group}/cgroup.procs may not be written")
+        if not os.access(probe_group / _PROCESSES, os.W_OK):
+            raise PermissionError(f"{probe_group}/{_PROCESSES} may not be written")
     finally:
         probe_group.rmdir()
 
@@ -137,16 +140,31 @@ def _check_writable(directory: Path, controllers: tuple[str, ...]) -> None:
 def _delegate(hierarchy: Hierarchy, directory: Path) -> None:
     """Enable the controllers below ``directory``: its own group must have no process of its own for that."""
     enable = " ".join(f"+{name}" for name in hierarchy.controllers)
-    enabled = (hierarchy.own / "cgroup.subtree_control").read_text().split()
-    if not set(hierarchy.controllers) <= set(enabled):
-        others = set((hierarchy.own / "cgroup.procs").read_text().split()) - {str(os.getpid())}
-        if others:
-            raise OSError(f"{hierarchy.own} holds {len(others)} other processes: its controllers cannot be shared out")
-        leaf = directory / _LEAF
-        leaf.mkdir(exist_ok=True)
-        (leaf / "cgroup.procs").write_text(str(os.getpid()))
-        (hierarchy.own / "cgroup.subtree_control").write_text(enable)
-    (directory / "cgroup.subtree_control").write_text(enable)
+    if not set(hierarchy.controllers) <= set(_read_words(hierarchy.own / _SHARED)):
+        if (hierarchy.own / "cgroup.type").exists():  # the first group of all has none, and may hold processes as well
+            others = set(_read_words(hierarchy.own / _PROCESSES)) - {str(os.getpid())}
+            if others:
+                raise OSError(
+                    f"{hierarchy.own} holds {len(others)} other processes: its controllers cannot be shared out"
+                )
+            leaf = directory / _LEAF
+            leaf.mkdir(exist_ok=True)
+            (leaf / _PROCESSES).write_text(str(os.getpid()))
+        (hierarchy.own / _SHARED).write_text(enable)
+    (directory / _SHARED).write_text(enable)
+
+
+def _withdraw(directory: Path) -> None:
+    """Undo `_delegate`: let this process live in its own group again, as others may that come after it."""
+    if str(os.getpid()) not in _read_words(directory / _LEAF / _PROCESSES):
+        return
+    own = directory.parent
+    try:
+        for group in (directory, own):
+            (group / _SHARED).write_text(" ".join(f"-{name}" for name in _read_words(group / _SHARED)))
+        (own / _PROCESSES).write_text(str(os.getpid()))
+    except OSError:
+        return  # another group has come to need them: it ends with this process
 
 
 def _remove(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -58,15 +59,43 @@ def find_jailer(scratch: Path, minimum: str | None, *, with_groups: bool = False
     Raises ConfigError when the strongest level is below ``minimum``; None = anything but ``unsafe``.
     """
     reasons = absent()
-    for jailer, failure in _probe_each(scratch, with_unsafe=minimum == "unsafe"):
-        if failure is None and (minimum is None or jailer.isolation.satisfies(minimum)):
-            return _with_groups(jailer, scratch / "probe") if with_groups else jailer
-        jailer.close()
-        if failure is None:
-            break
-        reasons.setdefault(jailer.isolation.level, failure)
-    found = "; ".join(f"{level}: {reason}" for level, reason in reasons.items())
-    raise ConfigError(f"isolation must be at least {minimum or 'landlock'}, this machine refuses it ({found})")
+    with contextlib.ExitStack() as undo:
+        groups = cgroups.probe() if with_groups else None  # before a launcher starts: it is born where we are
+        if groups is not None:
+            undo.callback(groups.close)
+        for jailer, failure in _probe_each(scratch, with_unsafe=minimum == "unsafe"):
+            found = jailer.isolation
+            if failure is None and (minimum is None or found.satisfies(minimum)):
+                jailer.isolation = replace(found, notes=(*found.notes, *_why_not_more(found, reasons)))
+                if groups is not None:
+                    _use_groups(jailer, groups, scratch / "probe")
+                undo.pop_all()
+                return jailer
+            jailer.close()
+            if failure is None:
+                break
+            reasons.setdefault(found.level, failure.removeprefix(f"{found.level}: "))
+    needed = minimum or "landlock"
+    why = "; ".join(f"{level}: {reason}" for level, reason in reasons.items())
+    remedy = f". To have {needed}: {REMEDIES[needed]}" if needed in REMEDIES else ""
+    raise ConfigError(f"isolation must be at least {needed}, this machine refuses it ({why}){remedy}")
+
+
+def _why_not_more(found: Isolation, reasons: dict[str, str]) -> list[str]:
+    """Notes on what was tried before ``found`` worked."""
+    stronger = [f"not {level}: {why}" for level, why in reasons.items() if not found.satisfies(level)]
+    weaker_form = [f"not its strongest form: {reasons[found.level]}"] if found.level in reasons else []
+    return stronger + weaker_form
+
+
+def probe_groups(scratch: Path) -> cgroups.ControlGroups:
+    """The control groups that a server would have which is started like this process; they are closed again."""
+    try:
+        jailer = find_jailer(scratch, None, with_groups=True)
+    except ConfigError as error:
+        return cgroups.ControlGroups(notes=(str(error),))
+    jailer.close()
+    return jailer.groups
 
 
 def probe_levels(scratch: Path) -> list[Finding]:
@@ -154,17 +183,13 @@ def _probe(jailer: Jailer, tree: Path, *, environment: str | None = None, is_war
     return run.error or output or f"{run.end}, exit code {run.exit_code}"
 
 
-def _with_groups(jailer: Jailer, tree: Path) -> Jailer:
+def _use_groups(jailer: Jailer, groups: cgroups.ControlGroups, tree: Path) -> None:
     """Give a jailer control groups, if a run in them works."""
-    groups = cgroups.probe()
-    if groups.parents:
-        jailer.groups = groups
-        failure = _probe(jailer, tree)
-        if failure is not None:
-            groups.close()
-            groups = replace(groups, parents=(), notes=(*groups.notes, f"a run in control groups fails: {failure}"))
     jailer.groups = groups
-    return jailer
+    failure = _probe(jailer, tree) if groups.parents else None
+    if failure is not None:
+        groups.close()
+        jailer.groups = replace(groups, parents=(), notes=(*groups.notes, f"a run in control groups fails: {failure}"))
 
 
 def _compile_pytest(tree: Path) -> None:

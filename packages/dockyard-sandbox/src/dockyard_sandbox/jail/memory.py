@@ -24,7 +24,7 @@ def exceeds(proc: int, init: int, limit_mb: int) -> bool:
     # resident pages count what forks share in each of them: cheap to read, and never too small
     if sum(int(_read(proc, f"{pid}/statm", "0 0").split()[1]) * _PAGE for pid in pids) <= limit:
         return False
-    return sum(_proportional(proc, pid) for pid in pids) > limit
+    return sum(_proportional(proc, pid, is_ours=pid == init) for pid in pids) > limit
 
 
 def _family(proc: int, init: int) -> list[int]:
@@ -45,8 +45,12 @@ def _family(proc: int, init: int) -> list[int]:
     return family
 
 
-def _proportional(proc: int, pid: int) -> int:
+def _proportional(proc: int, pid: int, *, is_ours: bool) -> int:
+    """What a process holds, its part only of what it shares; all that is no file's where it may not be looked into."""
     lines = _read(proc, f"{pid}/smaps_rollup", "").splitlines()
+    if not lines and not is_ours:  # a root without CAP_SYS_PTRACE
+        _, resident, shared = map(int, _read(proc, f"{pid}/statm", "0 0 0").split()[:3])
+        return (resident - shared) * _PAGE
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 

@@ -8,19 +8,24 @@ The init never executes repository code; its exit takes every process of the run
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import socket
+import struct
 
 from . import commands
 from . import syscalls as sc
 from .process import Job, reap_until, start_test_process
+from .user_namespaces import new_root_namespace, new_user_namespace
 
 TESTBED = "/testbed"
-INSIDE_ID = 1000
 _MAX_INODES = 100_000  # of the tree's changes and /tmp: each costs a kilobyte that no size= counts
 _SYSTEM_DIRECTORIES = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _ETC_FILES = ("ld.so.cache", "localtime", "alternatives")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
+_UNMASKING = ("/proc/sys/fs/binfmt_misc", "/proc/fs/nfsd")  # mounted on directories that are empty without them
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _PASSWD = "root:x:0:0:root:/:/bin/sh\nsandbox:x:1000:1000:sandbox:/tmp:/bin/sh\n"
 _GROUP = "root:x:0:\nsandbox:x:1000:\n"
 
@@ -29,35 +34,32 @@ def enter(job: Job) -> None:
     """Create the namespaces of a run, as root or through a user namespace. Raises OSError."""
     flags = sc.CLONE_NEWNS | sc.CLONE_NEWPID | sc.CLONE_NEWNET | sc.CLONE_NEWIPC | sc.CLONE_NEWUTS
     if job["uid"] == 0:
-        _new_user_namespace(flags)
-    else:
+        new_user_namespace(flags)
+    elif sc.may_mount():  # also where a warm launcher has made itself root of a user namespace
         sc.unshare(flags)
+    else:
+        new_root_namespace(flags)
 
 
 def enter_with_readonly(directories: list[str]) -> None:
     """Move this process to a mount namespace in which nothing below ``directories`` can be written. Raises OSError."""
-    if os.geteuid() == 0:
+    if os.geteuid() != 0:
+        new_user_namespace(sc.CLONE_NEWNS, inside=0)  # an id other than 0 loses its capabilities by exec
+    elif sc.may_mount():
         sc.unshare(sc.CLONE_NEWNS)
     else:
-        _new_user_namespace(sc.CLONE_NEWNS, inside=0)  # an id other than 0 loses its capabilities by exec
+        new_root_namespace(sc.CLONE_NEWNS)
     sc.mount("", "/", "", sc.MS_REC | sc.MS_PRIVATE)
     for directory in directories:
         _bind_directory(directory, directory)
 
 
-def _new_user_namespace(flags: int, own: str = "/proc/self", *, inside: int = INSIDE_ID) -> None:
-    uid, gid = os.geteuid(), os.getegid()
-    sc.unshare(sc.CLONE_NEWUSER | flags)
-    _write(f"{own}/setgroups", "deny")
-    _write(f"{own}/uid_map", f"{inside} {uid} 1")
-    _write(f"{own}/gid_map", f"{inside} {gid} 1")
-
-
 def run_init(job: Job, fds: dict[str, int]) -> None:
     """Set up, start the test process and reap until it ends. Runs as pid 1 of the namespace."""
     sc.prctl(sc.PR_SET_PDEATHSIG, 9)
+    has_loopback = _start_loopback()
     writable_proc = _build_root(job)
-    _become_nobody(job, writable_proc)
+    _become_nobody(job, writable_proc, has_loopback)
     os.close(writable_proc)
     sc.prctl(sc.PR_SET_DUMPABLE, 0)  # nothing inside may read /proc/1
     sc.prctl(sc.PR_SET_PDEATHSIG, 9)  # a change of credentials cleared it
@@ -66,6 +68,16 @@ def run_init(job: Job, fds: dict[str, int]) -> None:
         return
     child = start_test_process(job, fds, TESTBED)
     reap_until(child, fds["status"])
+
+
+def _start_loopback() -> bool:
+    """Bring up the one device of the run's own network, for processes that talk to each other; False = we may not."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:
+        try:
+            fcntl.ioctl(channel, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP))
+        except PermissionError:
+            return False
+    return True
 
 
 def _build_root(job: Job) -> int:
@@ -105,13 +117,29 @@ def _make_devices(root: str) -> int:
     os.mkdir(f"{root}/dev/shm", 0o777)
     sc.mount("tmpfs", f"{root}/dev/shm", "tmpfs", sc.MS_NOSUID | sc.MS_NODEV, "size=64m,nr_inodes=4096,mode=1777")
     os.symlink("/proc/self/fd", f"{root}/dev/fd")
-    proc_flags = sc.MS_NOSUID | sc.MS_NODEV | sc.MS_NOEXEC
-    sc.mount("proc", f"{root}/proc", "proc", proc_flags)
+    _mount_proc(f"{root}/proc")
     writable = os.open(f"{root}/proc", os.O_RDONLY | os.O_DIRECTORY)
     sc.detach(f"{root}/proc")
-    sc.mount("proc", f"{root}/proc", "proc", proc_flags)
+    _mount_proc(f"{root}/proc")
     sc.make_readonly(f"{root}/proc", recursive=False)
     return writable
+
+
+def _mount_proc(target: str) -> None:
+    try:
+        sc.mount("proc", target, "proc", sc.MS_NOSUID | sc.MS_NODEV | sc.MS_NOEXEC)
+    except PermissionError as error:
+        with open("/proc/self/mountinfo") as file:
+            points = {line.split()[4] for line in file}
+        masks = sorted(point for point in points if point.startswith("/proc/") and point not in _UNMASKING)
+        if not masks:
+            raise
+        # nor would the masked one do: it shows the processes of the machine, and no run's own
+        raise OSError(
+            f"no /proc for a run, since parts of this one are masked ({', '.join(masks[:3])}"
+            f"{', …' if masks[3:] else ''}): a user namespace may not see more than its maker. Docker: "
+            "--security-opt systempaths=unconfined; Podman: --security-opt unmask=ALL; Kubernetes: procMount: Unmasked"
+        ) from error
 
 
 def _bind_system(root: str, binds: list[tuple[str, str]]) -> None:
@@ -163,7 +191,7 @@ def _make_tree(root: str, job: Job) -> None:
         os.chown(f"{disk}/upper", job["uid"], job["uid"])
     if job["tree"] == "overlay":
         options = f"lowerdir={job['lower']},upperdir={disk}/upper,workdir={disk}/work"
-        if not job["uid"]:
+        if job["user_namespace"]:
             options += ",userxattr"
         sc.mount("overlay", root + TESTBED, "overlay", sc.MS_NOSUID | sc.MS_NODEV, options)
     else:
@@ -227,17 +255,19 @@ def _protect(path: str, bound: set[str]) -> None:
         sc.make_readonly(target, recursive=False)
 
 
-def _become_nobody(job: Job, writable_proc: int) -> None:
+def _become_nobody(job: Job, writable_proc: int, has_loopback: bool) -> None:
     uid = job["uid"]
     if uid:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
         sc.prctl(sc.PR_SET_DUMPABLE, 1)  # or /proc/self would belong to root and refuse the maps
-        try:
-            _new_user_namespace(
-                0, f"/proc/self/fd/{writable_proc}/self"
-            )  # counts this run's processes apart from every other run's
+        # a root without CAP_NET_ADMIN has it in this namespace, over a network that is made with it
+        network = 0 if has_loopback else sc.CLONE_NEWNET
+        try:  # so this run's processes count apart from every other run's
+            new_user_namespace(network, f"/proc/self/fd/{writable_proc}/self")
+            if not has_loopback:
+                _start_loopback()
         except OSError:
             job["pids"] *= 4  # one user's runs share a count: leave room for the neighbours
     sc.drop_capabilities()

@@ -19,7 +19,8 @@ _SYSTEM = (
     *("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"),
     *("/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"),
 )
-_UIDS = 4096  # one of its own for each run, so that runs cannot signal or count against each other
+NUM_UIDS = 512
+"""Users above the sandbox's own, one for each run at a time: so runs cannot signal or count against each other."""
 
 
 def run_init(job: Job, fds: dict[str, int]) -> None:
@@ -54,7 +55,7 @@ def run_init(job: Job, fds: dict[str, int]) -> None:
         pass  # the supervisor's deadline; it knows
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # nothing may cut this short
-        kill_descendants(job["drop_to"])
+        kill_descendants(job["drop_to"] if "claim" in job else 0)  # unclaimed, it is another run's user
         for directory in (tree, temporary):
             shutil.rmtree(directory, ignore_errors=True)
         if "claim" in job:
@@ -86,16 +87,20 @@ def _prepare_landlock(job: Job, tree: str, temporary: str) -> None:
 
 
 def _claim_uid(job: Job) -> int:
-    """A user that no other run of this server has; the file that claims it goes with the run's directories."""
-    for number in range(_UIDS):
-        uid = int(job["drop_to"]) + (os.getpid() + number) % _UIDS
+    """A user that has no process, and no other run of this server; a file claims it until the run ends."""
+    for number in range(NUM_UIDS):
+        uid = int(job["drop_to"]) + 1 + (os.getpid() + number) % NUM_UIDS
+        claim = f"{job['mount_point']}/uid-{uid}"
         try:
-            os.close(os.open(f"{job['mount_point']}/uid-{uid}", os.O_CREAT | os.O_EXCL))
+            os.close(os.open(claim, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             continue
-        job["claim"] = f"{job['mount_point']}/uid-{uid}"
+        if _num_tasks_of(uid):  # another server's run, or none of ours at all: all that it has would be killed
+            os.unlink(claim)
+            continue
+        job["claim"] = claim
         return uid
-    raise OSError("every user of the sandbox has a run")
+    raise OSError("every user of the sandbox has processes already")
 
 
 def _num_tasks_of(uid: int) -> int:

@@ -39,8 +39,11 @@ MOUNT_ATTR_NOSUID = 2
 MOUNT_ATTR_NODEV = 4
 SYS_MOUNT_SETATTR = 442  # the same number on every architecture
 
+CAP_SYS_ADMIN = 21
+
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
+_SYS_CAPGET = {"x86_64": 125, "aarch64": 90}
 _CAP_VERSION_3 = 0x20080522
 _LAST_CAP = 40
 
@@ -117,6 +120,15 @@ def sethostname(name: str) -> None:
     """Set the host name of this uts namespace."""
     encoded = name.encode()
     _check(_libc.sethostname(encoded, ctypes.c_size_t(len(encoded))), "sethostname")
+
+
+def may_mount() -> bool:
+    """Whether this process has CAP_SYS_ADMIN in its user namespace; False where we do not know how to ask."""
+    header = (ctypes.c_uint32 * 2)(_CAP_VERSION_3, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; then the same of the upper 32
+    number = _SYS_CAPGET.get(platform.machine())
+    known = number is not None and _libc.syscall(ctypes.c_long(number), header, sets) == 0
+    return bool(known and sets[0] >> CAP_SYS_ADMIN & 1)
 
 
 def drop_capabilities() -> None:
