@@ -28,6 +28,6 @@ def test_new_source_beside_others_is_kept(project: Any, judge: Any) -> None:
 
 def test_a_test_patch_that_does_not_apply_is_the_tasks_defect(project: Any, judge: Any) -> None:
     stale = project.patch({"tests/test_ops.py": "x = 1\n"}).replace("-from calc.ops", "-from other.ops")
-    verdict = judge(project.task(test_patch=stale), project.gold())
+    verdict = judge(project.task(test_patch=project.task().test_patch + stale), project.gold())
     assert verdict.status is S.TEST_PATCH_FAILED
     assert not verdict.status.is_scorable

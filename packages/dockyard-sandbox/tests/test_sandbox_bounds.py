@@ -114,7 +114,12 @@ def test_git_ends_with_whoever_asked_for_it(how: str, project: Any, tmp_path: Pa
         async with httpx.AsyncClient(timeout=60.0, trust_env=False) as http:
             call = asyncio.create_task(http.post(handle.url + "/task/submit", json=task))
             found: list[int] = []  # kept as it was seen: git may be run again, and be between two runs at a second look
-            assert await asyncio.to_thread(eventually, lambda: bool(found.extend(git_children(handle.pid)) or found))
+
+            def has_begun() -> bool:
+                found.extend(git_children(handle.pid))
+                return bool(found)
+
+            assert await asyncio.to_thread(eventually, has_begun)
             (git,) = found
             if how == "the client goes away":
                 call.cancel()
@@ -226,7 +231,9 @@ def test_a_defect_of_ours_is_logged_and_never_scored(project: Any, body: Any, ca
     broken: Any = _Broken()
 
     async def ask() -> TaskResponse:
-        executor = Executor(repos=broken, preparer=broken, jailer=broken, isolation="unsafe", workers=1, max_queue=1)
+        executor = Executor(
+            repos=broken, preparer=broken, jailer=broken, deciding_files=broken, isolation="unsafe", workers=1
+        )
         try:
             return await executor.submit(TaskRequest.model_validate(body(project.task(), "")))
         finally:

@@ -57,6 +57,19 @@ def test_a_deadline_that_cannot_be_kept_is_refused_at_once() -> None:
     admission.admit("b", 1, deadline_s=5.0)  # turns are taken, so its one task does not wait for ten
 
 
+def test_what_is_let_through_is_counted_and_never_refused() -> None:
+    admission = Admission(workers=1, max_queue=1)
+    full = admission.admit("a", 2)
+    tickets = [admission.let_through(tenant) for tenant in ("a", "b")]
+    assert admission.held_by_tenant() == {"a": 3, "b": 1}
+    full.release()
+    with pytest.raises(QueueFull, match="share is 1"):
+        admission.admit("a", 1)  # its finished session has the place
+    for ticket in tickets:
+        ticket.release()
+    assert admission.num_held == 0
+
+
 def test_waiting_tenants_take_turns() -> None:
     async def run() -> list[str]:
         slots, order = FairSlots(1), []

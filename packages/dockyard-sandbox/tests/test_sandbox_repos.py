@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from dockyard_core import VerdictStatus
-from dockyard_sandbox.gitcmd import write_git_config
-from dockyard_sandbox.repos import RepoStore, UnknownRepo
+from dockyard_sandbox.gitcmd import Git, write_git_config
+from dockyard_sandbox.repos import FetchFailed, RepoStore, UnknownRepo
 
 
 def test_every_kind_of_source_gives_the_same_verdict(project: Any, judge: Any, tmp_path: Path) -> None:
@@ -72,6 +78,81 @@ def test_only_allowed_sources_may_be_named_by_tasks(project: Any, new_project: A
     assert store.resolve("b") == str(closed.path)
 
 
+def state(judge: Any) -> dict[str, Any]:
+    found: dict[str, Any] = httpx.get(f"{judge.server.url}/readyz", trust_env=False).json()
+    return found
+
+
+class Answers(BaseHTTPRequestHandler):
+    """The first part of the path is the status of the answer."""
+
+    def do_GET(self) -> None:
+        code = int(self.path.split("/")[1])
+        self.send_response(code)
+        if code == 401:
+            self.send_header("WWW-Authenticate", 'Basic realm="x"')
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def git_of_the_web(tmp_path: Path) -> Iterator[Git]:
+    """git for which https://git.example/ is a server of this test."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        git = write_git_config(tmp_path / "gitconfig")
+        with (tmp_path / "gitconfig").open("a") as file:
+            file.write(f'[url "http://127.0.0.1:{server.server_address[1]}/"]\n\tinsteadOf = https://git.example/\n')
+        yield git
+        server.shutdown()
+        serving.join()
+
+
+@pytest.mark.parametrize("code", [401, 404, 410])
+def test_an_address_where_no_repository_is_is_the_tasks_defect(code: int, git_of_the_web: Git, tmp_path: Path) -> None:
+    store, url = RepoStore(tmp_path, git_of_the_web), f"https://git.example/{code}/x.git"
+    for _ in range(2):  # the same answer each time: nothing of it is kept
+        with pytest.raises(UnknownRepo, match=re.escape(url)):
+            store.tree_of(url, "0" * 40)
+    assert {path.suffix for path in (tmp_path / "repos").iterdir()} == {".lock"}
+
+
+@pytest.mark.parametrize("code", [403, 429, 500, 502, 503])
+def test_an_address_with_trouble_may_be_asked_again(code: int, git_of_the_web: Git, tmp_path: Path) -> None:
+    with pytest.raises(FetchFailed, match=str(code)):
+        RepoStore(tmp_path, git_of_the_web).tree_of(f"https://git.example/{code}/x.git", "0" * 40)
+
+
+def test_an_address_that_refuses_connections_is_no_verdict_and_may_be_asked_again(
+    project: Any, judge: Any, body: Any
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    reply = judge.post(body(project.task(repo=f"https://127.0.0.1:{port}/x.git"), project.gold()))
+    assert (reply.status_code, reply.json()["status"], reply.json()["retryable"]) == (200, "infra_error", True)
+
+
+def test_a_path_that_is_no_repository_is_refused_and_nothing_starts(
+    project: Any, judge: Any, body: Any, tmp_path: Path
+) -> None:
+    plain, file = tmp_path / "plain", tmp_path / "file"
+    plain.mkdir()
+    file.write_text("no bundle\n")
+    before = state(judge)
+    for source in (str(plain), f"file://{plain}", str(file)):
+        task = body(project.task(repo=source), project.gold())
+        for path in ("/task/submit", "/session"):
+            reply = judge.post({**task, "model_patch": ""}, path=path)
+            assert (reply.status_code, reply.json()["error"]["field"]) == (422, "repo"), source
+    assert state(judge) == before
+    shutil.copytree(project.path / ".git", plain / ".git")  # it is looked at anew
+    assert judge(project.task(repo=str(plain)), project.gold()).status is VerdictStatus.RESOLVED
+
+
 def test_hooks_and_configuration_of_a_source_are_not_run(new_project: Any, judge: Any, tmp_path: Path) -> None:
     project = new_project(tmp_path / "hooked")
     marker = tmp_path / "ran"
@@ -93,61 +174,48 @@ VARIED = {
 
 import pytest
 
-
 def test_passes():
     pass
 
-
 def test_fails():
     assert 1 == 2
-
 
 @pytest.mark.skip(reason="why")
 def test_skipped():
     pass
 
-
 def test_skips_itself():
     pytest.skip("why")
-
 
 @pytest.mark.xfail
 def test_xfails():
     assert 0
 
-
 def test_xfails_itself():
     pytest.xfail("why")
-
 
 @pytest.mark.xfail(strict=True)
 def test_strict():
     pass
 
-
 def test_setup_error(broken):
     pass
-
 
 @pytest.fixture
 def late():
     yield
     raise ValueError
 
-
 def test_teardown_error(late):
     pass
-
 
 @pytest.mark.parametrize("x", [1, 2, "a::b", "sp ace"])
 def test_many(x):
     assert x != 2
 
-
 class TestGroup:
     def test_inner(self):
         pass
-
 
 class TestUnit(unittest.TestCase):
     def test_unit(self):
@@ -165,7 +233,6 @@ class TestUnit(unittest.TestCase):
         for i in range(3):
             with self.subTest(i=i):
                 self.assertNotEqual(i, 1)
-
 
 def test_subtests(subtests):
     for i in range(2):

@@ -80,7 +80,12 @@ def mounts() -> list[str]:
 
 
 def assert_nothing_is_left(handle: ServerHandle, root: Path) -> None:
-    wait_until(lambda: len(descendants(handle.pid)) <= 1, "only the launcher is left")
+    def only_launchers() -> bool:
+        """The cold one and the warm one; whatever belongs to a run is a child of theirs."""
+        found = descendants(handle.pid)
+        return len(found) <= 2 and found <= set(children_of().get(handle.pid, []))
+
+    wait_until(only_launchers, "only the launchers are left")
     (scratch,) = (root / "scratch").iterdir()
     assert {path.name for path in scratch.iterdir()} <= SCRATCH
     assert list((scratch / "mnt").iterdir()) == []
@@ -270,33 +275,6 @@ def small(tmp_path: Path) -> Iterator[ServerHandle]:
     handle = start_server(tmp_path / "root", workers=1, max_queue=3)
     yield handle
     assert handle.stop() == 0
-
-
-@pytest.mark.ci
-def test_ten_times_too_much_work_is_refused_promptly_and_the_rest_is_in_time(
-    small: ServerHandle, project: Any, body: Any
-) -> None:
-    mix, deadline_s = Mix(project, body, seed=6), 60.0
-    bodies = [{**mix.one()[1], "model_patch": mix._marked(project.gold())} for _ in range(40)]
-
-    async def one(http: httpx.AsyncClient, task: dict[str, Any]) -> tuple[int, float, dict[str, Any]]:
-        began = time.monotonic()
-        reply = await http.post(f"/task/submit?deadline_s={deadline_s}", json=task)
-        return reply.status_code, time.monotonic() - began, reply.json()
-
-    async def all_at_once() -> list[tuple[int, float, dict[str, Any]]]:
-        async with httpx.AsyncClient(base_url=small.url, timeout=None, trust_env=False) as http:
-            return list(await asyncio.gather(*(one(http, task) for task in bodies)))
-
-    replies = asyncio.run(all_at_once())
-    codes = Counter(code for code, _, _ in replies)
-    assert codes[200] >= 4
-    assert codes[200] + codes[429] == 40
-    served = [(seconds, reply["status"]) for code, seconds, reply in replies if code == 200]
-    assert {status for _, status in served} == {"resolved"}
-    assert max(seconds for seconds, _ in served) <= deadline_s
-    refused = [seconds for code, seconds, _ in replies if code == 429]
-    assert max(refused) <= min(seconds for seconds, _ in served) + 5  # nobody waits in line to be refused
 
 
 @pytest.mark.ci

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from importlib.metadata import version
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from dockyard_sandbox.environments import BadEnvironment, EnvironmentStore, UnknownEnvironment
-from dockyard_sandbox.executor import Executor
+from dockyard_sandbox.environments import BadEnvironment
+from dockyard_sandbox.gitcmd import GitFailed
 from dockyard_sandbox.journal import Entry
-from dockyard_sandbox.metrics import CONTENT_TYPE, Labels, Metrics
-from dockyard_sandbox.queueing import Admission, QueueFull
-from dockyard_sandbox.refusals import RequestRefused, json_object, read_body, read_model, read_query, refusal_of
-from dockyard_sandbox.repos import FetchFailed, MissingCommit, UnknownRepo
+from dockyard_sandbox.queueing import QueueFull
+from dockyard_sandbox.refusals import (
+    RequestRefused,
+    json_object,
+    parser_of,
+    read_query,
+    refusal_of,
+    refusing_what_is_not_there,
+)
+from dockyard_sandbox.repos import FetchFailed, UnknownRepo
+from dockyard_sandbox.service import Service as Service
 from dockyard_sandbox.session_routes import SessionRoutes
-from dockyard_sandbox.sessions import SessionStore
-from dockyard_sandbox.tasks import KeyReused, Submission, TaskBoard, task_ids
+from dockyard_sandbox.status_routes import StatusRoutes
+from dockyard_sandbox.tasks import KeyReused, Submission, task_ids
 from dockyard_sandbox.tokens import Tokens, tenant_name
 from dockyard_sandbox.wire import EnvironmentsRequest, ReposRequest, TaskRequest, parse_submission
 
@@ -35,20 +40,6 @@ _MAX_KEY_LENGTH = 1024
 T = TypeVar("T")
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Service:
-    """The parts behind the routes."""
-
-    executor: Executor
-    environments: EnvironmentStore
-    admission: Admission
-    board: TaskBoard
-    sessions: SessionStore
-    metrics: Metrics
-    notes: tuple[str, ...] = ()
-    """What this machine lacks, for ``/readyz``."""
 
 
 class Api:
@@ -65,22 +56,21 @@ class Api:
 
     def application(self, lifespan: Lifespan) -> Starlette:
         """Return the ASGI application."""
+        service, status = self._service, StatusRoutes(self._service)
         routes = [
             ("/task/submit", "POST", self._submit),
             ("/task/{task_id}", "GET", self._task),
             ("/task/{task_id}", "DELETE", self._cancel),
             ("/repos", "PUT", self._put_repos),
             ("/environments", "PUT", self._put_environments),
-            ("/readyz", "GET", self._ready),
-            ("/metrics", "GET", self._metrics),
-            ("/version", "GET", self._version),
-            *SessionRoutes(self._service.sessions, self._unless_ended).table(),
+            *status.table(),
+            *SessionRoutes(service.sessions, service.admission, service.bodies, self._unless_ended).table(),
         ]
         guarded = [Route(path, self._guarded(handler), methods=[method]) for path, method, handler in routes]
         return Starlette(
-            routes=[*guarded, Route("/healthz", self._healthy, methods=["GET"])],
+            routes=[*guarded, Route("/healthz", status.healthy, methods=["GET"])],
             lifespan=lifespan,
-            exception_handlers={404: _no_route, 405: _no_route},
+            exception_handlers={404: _no_route, 405: _no_route, 500: _defect},
         )
 
     def _guarded(self, handler: Handler) -> Handler:
@@ -105,85 +95,57 @@ class Api:
             raise RequestRefused(401, "Authorization", "must be 'Bearer ' and the server's token")
         return tenant
 
-    async def _healthy(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
-
-    async def _ready(self, request: Request) -> Response:
-        executor = self._service.executor
-        state = {"status": "ready", "isolation": executor.isolation, "workers": executor.workers}
-        state |= {"num_executions": executor.num_executions, "num_held": self._service.admission.num_held}
-        state |= {"num_sessions": len(self._service.sessions), "environments": self._service.environments.names()}
-        state |= {"warm": executor.is_warm}
-        return JSONResponse({**state, "notes": self._service.notes})
-
-    async def _version(self, request: Request) -> Response:
-        return JSONResponse({"name": "dockyard-sandbox", "version": version("dockyard-sandbox")})
-
-    async def _metrics(self, request: Request) -> Response:
-        service = self._service
-        held: dict[Labels, float] = {
-            (("tenant", name),): count for name, count in service.admission.held_by_tenant().items()
-        }
-        runs: dict[Labels, float] = {(("path", path),): num for path, num in service.executor.trials.num_runs.items()}
-        gauges: list[tuple[str, str, Mapping[Labels, float]]] = [
-            ("tasks_held", "Tasks accepted and not answered.", held),
-            ("sessions_open", "Sessions that are open.", {(): float(len(service.sessions))}),
-            ("workers", "Tests that may run at once.", {(): float(service.executor.workers)}),
-            ("executions", "Trees judged by runs since the start.", {(): float(service.executor.num_executions)}),
-            ("runs", "Runs since the start; failed and differed ones are warm ones.", runs),
-            ("isolation", "1 for the level in use.", {(("level", service.executor.isolation),): 1.0}),
-        ]
-        return PlainTextResponse(service.metrics.text(gauges), media_type=CONTENT_TYPE)
-
     async def _put_repos(self, request: Request) -> Response:
-        repos = (await read_model(request, ReposRequest)).repos
-        try:
-            await asyncio.to_thread(self._service.executor.repos.register, repos)
-        except UnknownRepo as error:
-            raise RequestRefused(422, "repos", str(error)) from error
+        wanted, reserved = await self._service.bodies.read(request, parser_of(ReposRequest))
+        with reserved:
+            try:
+                await asyncio.to_thread(self._service.executor.repos.register, wanted.repos)
+            except UnknownRepo as error:
+                raise RequestRefused(422, "repos", str(error)) from error
         return JSONResponse({"repos": self._service.executor.repos.names()})
 
     async def _put_environments(self, request: Request) -> Response:
-        for name, source in (await read_model(request, EnvironmentsRequest)).environments.items():
-            try:
-                await self._service.environments.register_soon(name, source)
-            except BadEnvironment as error:
-                raise RequestRefused(422, f"environments.{name}", str(error)) from error
+        wanted, reserved = await self._service.bodies.read(request, parser_of(EnvironmentsRequest))
+        with reserved:
+            for name, source in wanted.environments.items():
+                try:
+                    await self._service.environments.register_soon(name, source)
+                except BadEnvironment as error:
+                    raise RequestRefused(422, f"environments.{name}", str(error)) from error
         return JSONResponse({"environments": self._service.environments.names()})
 
     async def _submit(self, request: Request) -> Response:
         query = read_query(request, wait=(0, 1), deadline_s=(0.001, MAX_DEADLINE_S))
-        is_held, deadline_s = query.get("wait") == 0, query.get("deadline_s")
-        body = await read_body(request)
-        try:
-            tasks, is_batch = parse_submission(json_object(body))
-        except ValidationError as error:
-            raise refusal_of(error) from error
-        key, body_hash = _read_key(request), hashlib.sha256(body).hexdigest()
+        is_held, key = query.get("wait") == 0, _read_key(request)
+        (tasks, is_batch, body_hash), reserved = await self._service.bodies.read(request, _parse_submission)
         board, tenant = self._service.board, request.state.tenant
-        try:
-            found = board.known(tenant, key, body_hash)
-            if found is None:
-                await self._check(tasks, is_batch)
-                found = board.known(tenant, key, body_hash) or board.accept(
-                    tasks,
-                    tenant=tenant,
-                    key=key,
-                    body_hash=body_hash,
-                    is_batch=is_batch,
-                    is_held=is_held,
-                    deadline_s=deadline_s,
-                )
-        except KeyReused as error:
-            raise RequestRefused(409, "Idempotency-Key", str(error)) from error
-        except QueueFull as error:
-            raise RequestRefused(429, "", str(error), retry_after_s=error.retry_after_s) from error
-        except OSError as error:
-            raise RequestRefused(503, "", f"cannot write the task down: {error}", retry_after_s=1) from error
+        with reserved:
+            try:
+                found = board.known(tenant, key, body_hash)
+                if found is None:
+                    await self._check(tasks, is_batch)
+                    found = board.known(tenant, key, body_hash) or board.accept(
+                        tasks,
+                        tenant=tenant,
+                        key=key,
+                        body_hash=body_hash,
+                        is_batch=is_batch,
+                        is_held=is_held,
+                        deadline_s=query.get("deadline_s"),
+                        reserved=reserved,
+                    )
+            except KeyReused as error:
+                raise RequestRefused(409, "Idempotency-Key", str(error)) from error
+            except QueueFull as error:
+                raise RequestRefused(429, "", str(error), retry_after_s=error.retry_after_s) from error
+            except OSError as error:
+                raise RequestRefused(503, "", f"cannot write the task down: {error}", retry_after_s=1) from error
+        num_tasks = len(tasks)
+        del tasks  # those of a repeated key are another submission's by now
         if is_held:
             if isinstance(found, Submission):
                 board.hold(found)
-            return _accepted(found, len(tasks))
+            return _accepted(found, num_tasks)
         return _answer(await self._replies(request, found), is_batch)
 
     async def _replies(self, request: Request, found: Submission | Entry) -> list[dict[str, Any]]:
@@ -196,24 +158,13 @@ class Api:
         return replies
 
     async def _check(self, tasks: Sequence[TaskRequest], is_batch: bool) -> None:
-        """Refuse what names a repository, commit or environment that is not there, before anything starts."""
-        commits: dict[tuple[str, str], RequestRefused | None] = {}
+        """Refuse what names something that is not there, before anything starts."""
         for index, task in enumerate(tasks):
             prefix = f"tasks.{index}." if is_batch else ""
-            try:
+            with refusing_what_is_not_there(prefix), suppress(FetchFailed, GitFailed):
+                # the last two are not the task's fault: its run tries again and says what is wrong
                 self._service.environments.check(task.environment)
-                known = (task.repo, task.base_commit)
-                if known not in commits:
-                    commits[known] = None
-                    await self._service.executor.repos.check(*known)
-            except UnknownEnvironment as error:
-                raise RequestRefused(422, f"{prefix}environment", str(error)) from error
-            except UnknownRepo as error:
-                raise RequestRefused(422, f"{prefix}repo", str(error)) from error
-            except MissingCommit as error:
-                raise RequestRefused(422, f"{prefix}base_commit", str(error)) from error
-            except FetchFailed:
-                continue  # not the task's fault: its run tries again and says what is wrong
+                await self._service.executor.check(task)
 
     async def _task(self, request: Request) -> Response:
         wait_s = read_query(request, wait_s=(0, _MAX_POLL_S)).get("wait_s", 0.0)
@@ -271,6 +222,15 @@ class Api:
                 future.cancel()
 
 
+def _parse_submission(body: bytearray) -> tuple[list[TaskRequest], bool, str]:
+    """Return the tasks, whether they are a batch, and the body's hash. Raises RequestRefused (400, 413, 422)."""
+    try:
+        tasks, is_batch = parse_submission(json_object(body))
+    except ValidationError as error:
+        raise refusal_of(error) from error
+    return tasks, is_batch, hashlib.sha256(body).hexdigest()
+
+
 def _read_key(request: Request) -> str | None:
     key = request.headers.get("idempotency-key")
     if key is not None and not 1 <= len(key) <= _MAX_KEY_LENGTH:
@@ -296,3 +256,8 @@ async def _no_route(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     what = f"{request.method} {request.url.path[:200]} is not a route of this server"
     return JSONResponse({"error": {"field": "", "message": what}}, status_code=status)
+
+
+async def _defect(request: Request, error: Exception) -> Response:
+    message = f"a defect of the server: {type(error).__name__}; its log has more"
+    return JSONResponse({"error": {"field": "", "message": message}}, status_code=500)

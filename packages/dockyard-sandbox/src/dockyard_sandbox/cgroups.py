@@ -93,8 +93,8 @@ def probe(hierarchies: list[Hierarchy] | None = None) -> ControlGroups:
     if missing:
         notes.append(
             f"no control group for {', '.join(sorted(missing))}: limits hold per process, and memory is watched; "
-            "run the server in a group of its own that it may write (systemd: Delegate=yes; Docker: --cgroupns=private "
-            "and a writable /sys/fs/cgroup)"
+            "run the server in a group of its own that it may write, alone in it (systemd: Delegate=cpu memory pids); "
+            "a container's is read-only"
         )
     return ControlGroups(parents=tuple(parents), notes=tuple(notes))
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from dockyard_core import UserError
 from dockyard_sandbox.isolation import LEVELS
@@ -29,14 +30,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """A mistake is one line, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dockyard-sandbox", description="Turns a patch into a test verdict.")
+    parser = _Parser(prog="dockyard-sandbox", description="Turns a patch into a test verdict.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="serve POST /task/submit")
     serve.add_argument("--host", default="127.0.0.1")
     serve.add_argument("--port", type=int, default=9090, help="0 picks a free one (default: %(default)s)")
     serve.add_argument("--token-file", type=Path, help="bearer token, or lines tenant:token; needed in public")
-    serve.add_argument("--workers", type=int, help="tests run at once (default: number of CPUs)")
+    serve.add_argument("--workers", type=int, help="tests run at once (default: the CPUs that it may use)")
     serve.add_argument("--max-queue", type=int, default=1024, help="tasks that may wait (default: %(default)s)")
     serve.add_argument("--max-sessions", type=int, default=256, help="sessions open at once (default: %(default)s)")
     serve.add_argument(
@@ -56,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     certify.add_argument("tasks", type=Path, metavar="TASKS.jsonl", help="rows with SWE-bench's columns")
     certify.add_argument("--out", type=Path, required=True, help="directory of the certificates")
     certify.add_argument("--runs", type=int, default=5, help="fresh runs of base and fix (default: %(default)s)")
-    certify.add_argument("--workers", type=int, help="tests run at once (default: number of CPUs)")
+    certify.add_argument("--workers", type=int, help="tests run at once (default: the CPUs that it may use)")
     certify.set_defaults(command=_certify)
     env = commands.add_parser("env", help="environments that tasks may name")
     env_import = env.add_subparsers(required=True, metavar="ACTION").add_parser(
@@ -135,6 +143,7 @@ def _certify(arguments: argparse.Namespace) -> int:
     if arguments.runs < 1:
         raise UserError(f"--runs must be >= 1, got {arguments.runs}")
     tasks = read_tasks(arguments.tasks)
+    _check_out(arguments.out)
     with tempfile.TemporaryDirectory(prefix="dockyard-sandbox-") as temporary:
         certificates = certify_tasks(
             tasks,
@@ -149,6 +158,19 @@ def _certify(arguments: argparse.Namespace) -> int:
     return 0 if all(certificate.is_certified for certificate in certificates) else 1
 
 
+def _check_out(out: Path) -> None:
+    """Refuse an ``--out`` that cannot be written before the work rather than after it; makes nothing."""
+    place = next(path for path in (out.absolute(), *out.absolute().parents) if os.path.lexists(path))
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--out must be a directory that this user may write, got {str(out)!r}: {error.strerror or error}; "
+            "name another one"
+        ) from error
+
+
 def _env_import(arguments: argparse.Namespace) -> int:
     from dockyard_sandbox.environments import BadEnvironment
     from dockyard_sandbox.serve import environments_on
@@ -157,6 +179,8 @@ def _env_import(arguments: argparse.Namespace) -> int:
     name = arguments.name or arguments.image.name.split(".tar")[0]
     if not re.match(ENVIRONMENT_NAME, name):
         raise UserError(f"--name must be letters, digits, '_', '.' or '-', got {name!r}")
+    if not arguments.image.exists():
+        raise UserError(f"{arguments.image} must be an image archive or an unpacked environment, and is not there")
     with environments_on(arguments.root) as environments:
         try:
             found = environments.register(name, str(arguments.image.resolve()), python=arguments.python)
@@ -167,18 +191,21 @@ def _env_import(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from dockyard_sandbox import cgroups
+    from dockyard_sandbox import preflight
     from dockyard_sandbox.isolation import REMEDIES
-    from dockyard_sandbox.probing import probe_levels
+    from dockyard_sandbox.probing import probe_groups, probe_levels
 
-    git = subprocess.run(["git", "--version"], capture_output=True, text=True, check=False).stdout.strip()
+    git = preflight.git_version()
+    try:
+        git_notes: tuple[str, ...] = preflight.git_notes(git)
+        has_git = True
+    except UserError as error:
+        git_notes, has_git = (str(error),), False
     with tempfile.TemporaryDirectory(prefix="dockyard-sandbox-") as temporary:
         Path(temporary).chmod(0o755)
-        findings = probe_levels(Path(temporary))
+        findings, groups = probe_levels(Path(temporary)), probe_groups(Path(temporary))
         free_gib = shutil.disk_usage(temporary).free / 2**30
     best = next((finding.isolation for finding in findings if finding.failure is None), None)
-    groups = cgroups.probe()
-    groups.close()
     report = {
         "isolation": "none" if best is None else best.level,
         "tree": None if best is None else best.tree,
@@ -192,11 +219,13 @@ def _doctor(arguments: argparse.Namespace) -> int:
         },
         "control_groups": {"in_use": groups.controllers, "lacks": groups.notes},
         "git": git or "missing",
+        "git_lacks": git_notes,
+        "cpus": preflight.num_cpus(),
         "free_disk_gib": round(free_gib, 1),
         "python": sys.version.split()[0],
     }
     print(json.dumps(report, indent=1))
-    return 0 if best is not None else 1
+    return 0 if best is not None and has_git else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The executor: admission -> apply -> cache -> run -> judge, bounded and shared.
+"""The executor: apply -> cache -> run -> judge, shared.
 
 submit    consumes: a TaskRequest
           waits for: identical work in flight, else a worker slot    unblocked by: a run that ends
@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from dockyard_core import Verdict, VerdictStatus
 from dockyard_sandbox.cancellation import Cancellation
+from dockyard_sandbox.deciding_files import DecidingFiles
 from dockyard_sandbox.gitcmd import GitFailed
 from dockyard_sandbox.jailer import Jailer, Workload
 from dockyard_sandbox.judge import RunResult, early_verdict
@@ -36,10 +37,6 @@ _LOG = logging.getLogger(__name__)
 _CACHE_CAPACITY = 4096
 # Verdicts that another run of the same tree could change, through no fault of the tree.
 _NOT_CACHED = frozenset({VerdictStatus.INFRA_ERROR, VerdictStatus.TIMEOUT, VerdictStatus.INCOMPLETE})
-
-
-class QueueFull(Exception):
-    """The server holds as much work as it may."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +56,9 @@ class Executor:
         repos: RepoStore,
         preparer: Preparer,
         jailer: Jailer,
+        deciding_files: DecidingFiles,
         isolation: str,
         workers: int,
-        max_queue: int,
         with_canaries: bool = True,
     ) -> None:
         if workers < 1:
@@ -69,8 +66,8 @@ class Executor:
         self.isolation = isolation
         self.repos = repos
         self.workers = workers
-        self.max_queue = max_queue
         self._preparer = preparer
+        self._deciding_files = deciding_files
         self._jailer = jailer
         self._pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="run")
         self._slots = FairSlots(workers)
@@ -93,6 +90,11 @@ class Executor:
         """Whether tasks in the executor's own environment may run warm."""
         return self._jailer.is_warm
 
+    async def check(self, request: TaskRequest) -> None:
+        """Make sure that what a task names is there. Raises as `RepoStore.check` does, MissingTestFile, GitFailed."""
+        await self.repos.check(request.repo, request.base_commit)
+        await self._deciding_files.check(request)
+
     async def submit(self, request: TaskRequest) -> TaskResponse:
         """Return the verdict on one request. Raises UnknownRepo."""
         began = time.monotonic()
@@ -101,8 +103,6 @@ class Executor:
         known = self._text_cache.get(key)
         if known is not None:
             return _respond(Outcome(verdict=replace(known, cached=True)), began)
-        if key not in self._by_text and len(self._by_text) >= self.workers + self.max_queue:
-            raise QueueFull(f"{len(self._by_text)} tasks are held, the limit is {self.workers + self.max_queue}")
         outcome, joined = await self._by_text.get(key, lambda: self._execute(request, began))
         if outcome.verdict.status not in _NOT_CACHED:
             self._text_cache.put(key, outcome.verdict)
@@ -201,7 +201,7 @@ class Executor:
 
 def _merged(flags: tuple[str, ...], prepared: tuple[str, ...]) -> tuple[str, ...]:
     """Flags of a run, with those of this patch in place of those of the patch that was run: trees are shared."""
-    return tuple(flag for flag in flags if not flag.startswith(("restored:", "scan:", "rung:"))) + prepared
+    return tuple(flag for flag in flags if not flag.startswith(("restored:", "exempt:", "scan:", "rung:"))) + prepared
 
 
 def _respond(outcome: Outcome, began: float) -> TaskResponse:

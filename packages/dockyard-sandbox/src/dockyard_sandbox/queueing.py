@@ -89,6 +89,11 @@ class Admission:
         self._held[tenant] += count
         return Ticket(self, tenant, count)
 
+    def let_through(self, tenant: str) -> Ticket:
+        """Take a place for a task that another bound has let in: it is counted like any, and never refused."""
+        self._held[tenant] += 1
+        return Ticket(self, tenant, 1)
+
     def leave(self, tenant: str, count: int) -> None:
         """Give places back; see `Ticket.release`."""
         self._held[tenant] -= count

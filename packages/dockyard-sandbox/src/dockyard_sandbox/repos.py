@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import threading
@@ -19,10 +20,21 @@ from dockyard_sandbox.gitcmd import Git, GitFailed
 
 CLONE_TIMEOUT_S = 1800.0
 _MAX_FETCHES = 4
+# What git says where there is no such repository, or none without a login. Everything else may be otherwise in a
+# minute: names that do not resolve, refused connections, bad certificates, 403 and 429 (limits of rate), 5xx.
+_ABSENT = re.compile(
+    r"^fatal: (?:repository '.*' not found"
+    r"|could not read Username for .*"
+    r"|Authentication failed for .*"
+    r"|unable to access '.*': The requested URL returned error: 410"
+    r"|'.*' does not appear to be a git repository"
+    r"|invalid gitfile format: .*)$",
+    re.MULTILINE,
+)
 
 
 class UnknownRepo(ValueError):
-    """A task names a repository that is neither registered nor a path nor an accepted URL."""
+    """A task names no repository: nothing registered, no path, no accepted URL, or one where none is. Not retryable."""
 
 
 class MissingCommit(Exception):
@@ -134,6 +146,7 @@ class RepoStore:
             return None
 
     def _fetch(self, bare: Path, source: str, commit: str) -> None:
+        is_new = not bare.exists()
         try:
             self._initialise(bare)
             fetch = ("fetch", "--quiet", "--force", "--no-tags", "--no-write-fetch-head", source)
@@ -152,6 +165,12 @@ class RepoStore:
                 except GitFailed:
                     continue  # tree_of reports the commit as missing
         except (GitFailed, subprocess.TimeoutExpired) as error:
+            absent = _ABSENT.search(error.stderr) if isinstance(error, GitFailed) else None
+            if absent is not None:
+                if is_new:
+                    shutil.rmtree(bare, ignore_errors=True)
+                what = f"{source!r} is no repository, or none without a login: git says '{absent.group()}'"
+                raise UnknownRepo(what) from error
             raise FetchFailed(f"cannot fetch {source!r}: {error}") from error
 
     def _initialise(self, bare: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import ipaddress
+import logging
 import os
 import shutil
 import signal
@@ -18,9 +19,10 @@ import uvicorn
 from starlette.applications import Starlette
 
 from dockyard_core import ConfigError
-from dockyard_sandbox import cgroups, janitor
+from dockyard_sandbox import cgroups, janitor, preflight
 from dockyard_sandbox.app import Api, Service
 from dockyard_sandbox.apply import Applier
+from dockyard_sandbox.deciding_files import DecidingFiles
 from dockyard_sandbox.environments import BadEnvironment, EnvironmentStore
 from dockyard_sandbox.executor import Executor
 from dockyard_sandbox.gitcmd import Git, write_git_config
@@ -37,8 +39,10 @@ from dockyard_sandbox.tasks import TaskBoard, interrupted_reply
 from dockyard_sandbox.tokens import Tokens
 from dockyard_sandbox.trees import TreeStore
 
+_LOG = logging.getLogger(__name__)
 _GRACE_S = 1.0  # what runs in flight get to finish after a stop signal
 _SHUTDOWN_S = 10
+_MANY = 1_000_000  # more is a slip of the keyboard
 _KEEP_ALIVE_S = 75  # longer than any client keeps an idle connection, so that none is cut in use
 
 
@@ -52,7 +56,7 @@ class ServeConfig:
     tokens: Tokens | None = None
     min_isolation: str | None = None
     """None = the strongest level that the probe finds; it is never ``unsafe``."""
-    workers: int = dataclasses.field(default_factory=lambda: os.cpu_count() or 1)
+    workers: int = dataclasses.field(default_factory=preflight.num_cpus)
     max_queue: int = 1024
     max_sessions: int = 256
     repos_from: tuple[str, ...] = ()
@@ -62,13 +66,21 @@ class ServeConfig:
     dies_with_parent: bool = False
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ConfigError(f"--workers must be >= 1, got {self.workers}")
-        if set(str(self.root)) & set(":,\\"):
-            raise ConfigError(f"--root must have no ':', ',' or backslash (mount options), got {str(self.root)!r}")
+        for name, value, low, high in (
+            ("port", self.port, 0, 65_535),
+            ("workers", self.workers, 1, _MANY),
+            ("max-queue", self.max_queue, 0, _MANY),
+            ("max-sessions", self.max_sessions, 1, _MANY),
+        ):
+            if not low <= value <= high:
+                raise ConfigError(f"--{name} must be from {low} to {high}, got {value}")
         for prefix in self.repos_from:
             if not prefix.endswith("/"):
                 raise ConfigError(f"--repos-from must end with '/', or it allows its neighbours too, got {prefix!r}")
+            if not prefix.startswith(("/", "file://", "https://")):
+                raise ConfigError(
+                    f"--repos-from must begin with '/', 'file://' or 'https://', or it allows nothing, got {prefix!r}"
+                )
         if self.tokens is None and not _is_loopback(self.host):
             raise ConfigError(f"--host {self.host} is public and needs --token-file; or bind 127.0.0.1")
 
@@ -82,7 +94,7 @@ def _is_loopback(host: str) -> bool:
 
 @contextlib.contextmanager
 def executor_on(config: ServeConfig) -> Iterator[Executor]:
-    """Build an executor on ``config.root`` and remove its scratch directory at the end.
+    """Build an executor on ``config.root``; its launchers and its scratch directory go at the end.
 
     Raises ConfigError when the machine gives less than the minimum isolation, or no git or pytest.
     """
@@ -94,14 +106,12 @@ def executor_on(config: ServeConfig) -> Iterator[Executor]:
 def environments_on(root: Path) -> Iterator[EnvironmentStore]:
     """The environments of the server at ``root``, able to probe new ones. Raises ConfigError."""
     with _parts_on(ServeConfig(root=root, workers=1)) as parts:
-        try:
-            yield parts.environments
-        finally:
-            parts.jailer.close()
+        yield parts.environments
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts:
+    root: Path
     executor: Executor
     environments: EnvironmentStore
     jailer: Jailer
@@ -112,16 +122,13 @@ class _Parts:
 
 
 @contextlib.contextmanager
-def _parts_on(config: ServeConfig) -> Iterator[_Parts]:
-    if shutil.which("git", path="/usr/local/bin:/usr/bin:/bin") is None:
-        raise ConfigError("git must be installed in /usr/bin or /usr/local/bin, found none")
-    root = config.root.resolve()
-    root.mkdir(parents=True, exist_ok=True)
-    janitor.sweep(root)
-    cgroups.sweep()
-    scratch = janitor.create_scratch(root)
-    try:
+def _parts_on(config: ServeConfig, *, is_server: bool = False) -> Iterator[_Parts]:
+    git_notes = preflight.git_notes(preflight.git_version())
+    root = preflight.make_root(config.root)
+    with contextlib.ExitStack() as stack:
+        scratch = _claim(root, stack, is_server=is_server)
         jailer = find_jailer(scratch, config.min_isolation, with_groups=True)
+        stack.callback(jailer.close)
         warm_notes = try_warm_path(jailer, scratch) if config.warm else ()
         level = jailer.isolation.level
         try:
@@ -130,9 +137,10 @@ def _parts_on(config: ServeConfig) -> Iterator[_Parts]:
             raise ConfigError(str(error)) from error
         jailer.environments = environments
         environments.probe = lambda name: probe_environment(jailer, scratch, name)
-        git = write_git_config(scratch / "gitconfig")
-        repos = RepoStore(root, git, allowed=config.repos_from)
-        trees = TreeStore(root, git, owner_uid=jailer.isolation.uid or None)
+        with preflight.root_errors(root):
+            git = write_git_config(scratch / "gitconfig")
+            repos = RepoStore(root, git, allowed=config.repos_from)
+            trees = TreeStore(root, git, owner_uid=jailer.isolation.uid or None)
         preparer = Preparer(
             git,
             repos,
@@ -146,27 +154,46 @@ def _parts_on(config: ServeConfig) -> Iterator[_Parts]:
             repos=repos,
             preparer=preparer,
             jailer=jailer,
+            deciding_files=DecidingFiles(repos, trees),
             isolation=level,
             workers=config.workers,
-            max_queue=config.max_queue,
         )
+        for note in git_notes:
+            _LOG.warning("%s", note)
         yield _Parts(
+            root=root,
             executor=executor,
             environments=environments,
             jailer=jailer,
             trees=trees,
             git=git,
             scratch=scratch,
-            notes=jailer.isolation.notes + jailer.groups.notes + warm_notes,
+            notes=jailer.isolation.notes + jailer.groups.notes + warm_notes + git_notes,
         )
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _claim(root: Path, stack: contextlib.ExitStack, *, is_server: bool) -> Path:
+    """Remove what dead processes left under ``root`` and make this one's scratch directory, which ends with ``stack``.
+
+    Beside a server nothing is swept: one in another container is alive, although its process cannot be seen here.
+    """
+    if is_server:
+        stack.enter_context(preflight.only_server(root))
+    with contextlib.nullcontext(True) if is_server else preflight.no_server(root) as may_sweep:
+        with preflight.root_errors(root):
+            if may_sweep:
+                janitor.sweep(root)
+            scratch = janitor.create_scratch(root)
+    cgroups.sweep()
+    stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+    return scratch
 
 
 def _service(parts: _Parts, config: ServeConfig) -> Service:
     metrics = Metrics()
     admission = Admission(workers=config.workers, max_queue=config.max_queue)
-    journal = Journal(config.root.resolve(), interrupted_reply)
+    with preflight.root_errors(parts.root):
+        journal = Journal(parts.root, interrupted_reply)
     sessions = SessionStore(
         parts.executor, parts.jailer, parts.trees, parts.git, parts.scratch, max_sessions=config.max_sessions
     )
@@ -219,7 +246,7 @@ class _Server(uvicorn.Server):
 def serve(config: ServeConfig, announce: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError before anything is served."""
     parent = os.getppid()
-    with _listen(config) as listener, _parts_on(config) as parts:
+    with preflight.listen(config.host, config.port) as listener, _parts_on(config, is_server=True) as parts:
         executor, service = parts.executor, _service(parts, config)
 
         @contextlib.asynccontextmanager
@@ -233,6 +260,12 @@ def serve(config: ServeConfig, announce: Callable[[str], None]) -> None:
             await asyncio.to_thread(service.sessions.close_all)
             await executor.close()
 
+        if not _is_loopback(config.host) and not config.repos_from:
+            _LOG.warning(
+                "--host %s without --repos-from: whoever has a token can have this server mirror every repository that "
+                "it can read, and any https URL; name prefixes with --repos-from",
+                config.host,
+            )
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         api = Api(service, config.tokens)
@@ -251,20 +284,3 @@ def serve(config: ServeConfig, announce: Callable[[str], None]) -> None:
             on_stop=api.stop,
         )
         server.run(sockets=[listener])
-
-
-def _listen(config: ServeConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # asyncio looks at the protocol before it turns Nagle's algorithm off: without it each reply waits 40 ms for an ACK
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port))
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        reason = error.strerror or str(error)
-        raise ConfigError(
-            f"cannot bind {config.host}:{config.port}: {reason}; choose another --port (0 picks one)"
-        ) from error
-    return listener

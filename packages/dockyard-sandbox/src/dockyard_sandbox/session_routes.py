@@ -10,12 +10,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from dockyard_sandbox.environments import UnknownEnvironment
+from dockyard_sandbox.bodies import Bodies
 from dockyard_sandbox.gitcmd import GitFailed
 from dockyard_sandbox.live_session import CallFailed, SessionEnded
-from dockyard_sandbox.queueing import QueueFull
-from dockyard_sandbox.refusals import RequestRefused, read_model
-from dockyard_sandbox.repos import FetchFailed, MissingCommit, UnknownRepo
+from dockyard_sandbox.queueing import Admission, QueueFull
+from dockyard_sandbox.refusals import RequestRefused, parser_of, refusing_what_is_not_there
+from dockyard_sandbox.repos import FetchFailed
 from dockyard_sandbox.sessions import Session, SessionStore, UnknownSession
 from dockyard_sandbox.wire import ExecRequest, ReadRequest, SessionRequest, WriteRequest
 
@@ -28,11 +28,15 @@ class SessionRoutes:
 
     Args:
         sessions: the store.
+        admission: counts the tasks that finished sessions become.
+        bodies: reads requests.
         unless_ended: awaits work until the client goes away or the server stops.
     """
 
-    def __init__(self, sessions: SessionStore, unless_ended: UnlessEnded) -> None:
+    def __init__(self, sessions: SessionStore, admission: Admission, bodies: Bodies, unless_ended: UnlessEnded) -> None:
         self._sessions = sessions
+        self._admission = admission
+        self._bodies = bodies
         self._unless_ended = unless_ended
 
     def table(self) -> list[tuple[str, str, Handler]]:
@@ -50,7 +54,8 @@ class SessionRoutes:
     def _refusing(self, handler: Handler) -> Handler:
         async def refusing(request: Request) -> Response:
             try:
-                return await handler(request)
+                with refusing_what_is_not_there():
+                    return await handler(request)
             except UnknownSession as error:
                 rule = "names no open session; an idle one is closed after its idle_ttl_s"
                 raise RequestRefused(404, "session_id", rule) from error
@@ -60,12 +65,6 @@ class SessionRoutes:
                 raise RequestRefused(422, "path", str(error)) from error
             except QueueFull as error:
                 raise RequestRefused(429, "", str(error), retry_after_s=error.retry_after_s) from error
-            except UnknownRepo as error:
-                raise RequestRefused(422, "repo", str(error)) from error
-            except MissingCommit as error:
-                raise RequestRefused(422, "base_commit", str(error)) from error
-            except UnknownEnvironment as error:
-                raise RequestRefused(422, "environment", str(error)) from error
             except (FetchFailed, GitFailed, OSError) as error:
                 raise RequestRefused(503, "", f"{type(error).__name__}: {error}", retry_after_s=1) from error
 
@@ -75,16 +74,18 @@ class SessionRoutes:
         return self._sessions.find(request.path_params["session_id"], request.state.tenant)
 
     async def _open(self, request: Request) -> Response:
-        wanted = await read_model(request, SessionRequest)
-        opening = self._sessions.open(wanted, request.state.tenant)
-        session: Session = await self._unless_ended(request, opening)
+        wanted, reserved = await self._bodies.read(request, parser_of(SessionRequest))
+        with reserved:
+            opening = self._sessions.open(wanted, request.state.tenant, reserved)
+            session: Session = await self._unless_ended(request, opening)
         return JSONResponse({"session_id": session.session_id, "idle_ttl_s": wanted.idle_ttl_s}, status_code=201)
 
     async def _exec(self, request: Request) -> Response:
         session = self._session(request)
-        wanted = await read_model(request, ExecRequest)
-        running = self._sessions.exec(session, wanted.command, timeout_s=wanted.timeout_s)
-        result = await self._unless_ended(request, running)
+        wanted, reserved = await self._bodies.read(request, parser_of(ExecRequest))
+        with reserved:
+            running = self._sessions.exec(session, wanted.command, timeout_s=wanted.timeout_s)
+            result = await self._unless_ended(request, running)
         return JSONResponse(
             {
                 "exit_code": result.exit_code,
@@ -97,21 +98,23 @@ class SessionRoutes:
 
     async def _read(self, request: Request) -> Response:
         session = self._session(request)
-        wanted = await read_model(request, ReadRequest)
-        reading = self._sessions.read(session, wanted.path, offset=wanted.offset, max_bytes=wanted.max_bytes)
-        content, size = await self._unless_ended(request, reading)
+        wanted, reserved = await self._bodies.read(request, parser_of(ReadRequest))
+        with reserved:
+            reading = self._sessions.read(session, wanted.path, offset=wanted.offset, max_bytes=wanted.max_bytes)
+            content, size = await self._unless_ended(request, reading)
         return JSONResponse({**_encoded(content), "size": size})
 
     async def _write(self, request: Request) -> Response:
         session = self._session(request)
-        wanted = await read_model(request, WriteRequest)
-        content = _decoded(wanted)
-        await self._unless_ended(request, self._sessions.write(session, wanted.path, content))
+        wanted, reserved = await self._bodies.read(request, parser_of(WriteRequest))
+        with reserved:
+            content = _decoded(wanted)
+            await self._unless_ended(request, self._sessions.write(session, wanted.path, content))
         return JSONResponse({"size": len(content)})
 
     async def _finish(self, request: Request) -> Response:
         session = self._session(request)
-        response = await self._unless_ended(request, self._sessions.finish(session))
+        response = await self._unless_ended(request, self._sessions.finish(session, self._admission))
         return JSONResponse({"verdict": response.model_dump(mode="json"), "patch": session.patch})
 
     async def _close(self, request: Request) -> Response:

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from dockyard_core import VerdictStatus
+from dockyard_sandbox.bodies import Reserved
 from dockyard_sandbox.cancellation import Cancellation
 from dockyard_sandbox.executor import Executor
 from dockyard_sandbox.gitcmd import Git
 from dockyard_sandbox.jailer import Jailer
 from dockyard_sandbox.judge import early_verdict
 from dockyard_sandbox.live_session import CallResult, LiveSession, SessionEnded
-from dockyard_sandbox.queueing import TENANT, QueueFull
+from dockyard_sandbox.queueing import TENANT, Admission, QueueFull
 from dockyard_sandbox.session_diff import session_patch
 from dockyard_sandbox.trees import BaseTree, TreeStore
 from dockyard_sandbox.wire import MAX_PATCH_BYTES, SessionRequest, TaskResponse
@@ -42,6 +43,8 @@ class Session:
     tenant: str
     request: SessionRequest
     base: BaseTree
+    reserved: Reserved
+    """What ``request`` has of the budget of bodies."""
     live: LiveSession | None
     """None = the tree is gone; only the patch is left."""
     patch: str | None = None
@@ -49,6 +52,14 @@ class Session:
     response: TaskResponse | None = None
     last_used: float = field(default_factory=time.monotonic)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the one call that is on the live tree."""
+    finishing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the one call that finishes: a client that lost its connection may ask again before that is noticed."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call is under way."""
+        return self.lock.locked() or self.finishing.locked()
 
 
 class SessionStore:
@@ -69,10 +80,10 @@ class SessionStore:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    async def open(self, request: SessionRequest, tenant: str) -> Session:
-        """Start a session on a tree of its own.
+    async def open(self, request: SessionRequest, tenant: str, reserved: Reserved) -> Session:
+        """Start a session on a tree of its own; ``reserved`` is kept until it is closed.
 
-        Raises: QueueFull, UnknownRepo, MissingCommit, FetchFailed, UnknownEnvironment, SessionEnded, OSError.
+        Raises: QueueFull, what `Executor.check` raises, UnknownEnvironment, SessionEnded, OSError.
         """
         if len(self._sessions) + self._num_opening >= self._max_sessions:
             raise QueueFull(f"{len(self._sessions)} sessions are open, the limit is {self._max_sessions}")
@@ -85,7 +96,7 @@ class SessionStore:
                     self._jailer, lower=base.directory, limits=request.limits, environment=request.environment
                 )
 
-            await self._executor.repos.check(request.repo, request.base_commit)
+            await self._executor.check(request)
             starting = asyncio.ensure_future(asyncio.to_thread(start))
             try:
                 base, live = await asyncio.shield(starting)
@@ -94,7 +105,14 @@ class SessionStore:
                 raise
         finally:
             self._num_opening -= 1
-        session = Session(session_id=uuid.uuid4().hex, tenant=tenant, request=request, base=base, live=live)
+        session = Session(
+            session_id=uuid.uuid4().hex,
+            tenant=tenant,
+            request=request,
+            reserved=reserved.keep(),
+            base=base,
+            live=live,
+        )
         self._sessions[session.session_id] = session
         return session
 
@@ -126,25 +144,36 @@ class SessionStore:
         """Write a file. Raises SessionEnded, CallFailed."""
         await self._call(session, lambda live, cancellation: live.write(path, content, cancellation=cancellation))
 
-    async def finish(self, session: Session) -> TaskResponse:
+    async def finish(self, session: Session, admission: Admission) -> TaskResponse:
         """Take the changes, drop the live tree, judge the changes on a fresh one; asking again is free.
+
+        An agent's work was let in when its session was opened: it is counted now, and never refused.
 
         Raises: SessionEnded, CallFailed, GitFailed, UnknownRepo.
         """
+        async with session.finishing:
+            if session.response is None:
+                ticket = admission.let_through(session.tenant)
+                try:
+                    session.response = await self._finish(session)
+                finally:
+                    ticket.release()
+            session.last_used = time.monotonic()
+            return session.response
+
+    async def _finish(self, session: Session) -> TaskResponse:
         if session.patch is None:
             session.patch = await self._call(
                 session,
                 lambda live, cancellation: session_patch(self._git, self._scratch, session.base, live, cancellation),
             )
             self._drop_tree(session)
-        if session.response is None:
-            session.response = await self._judge(session, session.patch)
-        session.last_used = time.monotonic()
-        return session.response
+        return await self._judge(session, session.patch)
 
     def close(self, session: Session) -> None:
         """End a session and everything in it."""
         self._sessions.pop(session.session_id, None)
+        session.reserved.release()
         self._drop_tree(session)
 
     def close_all(self) -> None:
@@ -158,7 +187,7 @@ class SessionStore:
             await asyncio.sleep(_SWEEP_S)
             now = time.monotonic()
             for session in list(self._sessions.values()):
-                if now - session.last_used > session.request.idle_ttl_s and not session.lock.locked():
+                if now - session.last_used > session.request.idle_ttl_s and not session.is_busy:
                     self.close(session)
 
     async def _judge(self, session: Session, patch: str) -> TaskResponse:

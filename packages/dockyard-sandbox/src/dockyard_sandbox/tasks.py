@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dockyard_core import TestStatus, VerdictStatus
+from dockyard_sandbox.bodies import Reserved
 from dockyard_sandbox.executor import Executor
 from dockyard_sandbox.journal import Entry, Journal
 from dockyard_sandbox.metrics import Metrics
@@ -39,6 +40,8 @@ class Submission:
     requests: Sequence[TaskRequest]
     deadline_s: float | None
     ticket: Ticket
+    reserved: Reserved
+    """What ``requests`` have of the budget of bodies."""
     is_journaled: bool
     is_held: bool = False
     """Whether the server owes replies although nobody waits."""
@@ -99,8 +102,12 @@ class TaskBoard:
         is_batch: bool,
         is_held: bool,
         deadline_s: float | None,
+        reserved: Reserved,
     ) -> Submission:
-        """Take a submission and start it. Raises QueueFull, OSError, and nothing has started then."""
+        """Take a submission and start it; ``reserved`` is kept until it has ended.
+
+        Raises QueueFull, OSError; nothing has started, nothing is kept then.
+        """
         ticket = self._admission.admit(tenant, len(requests), deadline_s=deadline_s)
         entry = Entry(
             submission_id=uuid.uuid4().hex, tenant=tenant, key=key, body_hash=body_hash, is_batch=is_batch, num_bytes=0
@@ -110,6 +117,7 @@ class TaskBoard:
             requests=requests,
             deadline_s=deadline_s,
             ticket=ticket,
+            reserved=reserved,
             is_journaled=is_held or key is not None,
             is_held=is_held,
         )
@@ -120,6 +128,7 @@ class TaskBoard:
             except OSError:
                 ticket.release()
                 raise
+        reserved.keep()
         self._held[entry.submission_id] = submission
         if key is not None:
             self._by_key[tenant, key] = submission
@@ -199,6 +208,7 @@ class TaskBoard:
             else:
                 replies.append(work.result())
         submission.ticket.release()
+        submission.reserved.release()
         try:
             if submission.is_journaled:
                 loop = asyncio.get_running_loop()
