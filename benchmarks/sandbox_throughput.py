@@ -1,6 +1,7 @@
 """Measures what a verdict costs: pytest alone, a short script with git, the sandbox's cold path and its warm path.
 
-    uv run python -m benchmarks.sandbox_throughput                        everything, results/sandbox_throughput.json
+    uv run python -m benchmarks.sandbox_throughput                        everything, results/sandbox_throughput.json,
+                                                                          and its tables in the documentation
     uv run python -m benchmarks.sandbox_throughput --small                the same in half a minute, file left alone
     uv run python -m benchmarks.sandbox_throughput --subjects bare,cold   some subjects, file left alone
     uv run python -m benchmarks.sandbox_throughput --table                print the tables of the result file
@@ -53,6 +54,8 @@ from benchmarks.sandbox_subjects import Bare, BareTree, Project, Server, Subject
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "sandbox_throughput.json"
+PAGE = ROOT / "docs" / "design-docs" / "sandbox-executor.md"
+BEGIN, END = "<!-- throughput: begin -->", "<!-- throughput: end -->"
 SUBJECTS = ("bare", "bare+tree", "cold", "warm")
 PACKAGES = ("pytest", "uvicorn", "starlette", "httpx")
 _OTHER_TREES = 3  # of each size: ten thousand files take seconds
@@ -195,6 +198,13 @@ def _write(results: dict[str, Any]) -> None:
     temporary = RESULTS.with_suffix(".new")
     temporary.write_text(json.dumps(results, indent=1) + "\n")
     temporary.replace(RESULTS)
+    PAGE.write_text(with_tables(PAGE.read_text(), results))
+
+
+def with_tables(page: str, results: Mapping[str, Any]) -> str:
+    """The page with the tables of ``results`` between its markers."""
+    head, _, rest = page.partition(BEGIN)
+    return f"{head}{BEGIN}\n{table(results)}\n{END}{rest.partition(END)[2]}"
 
 
 def _subjects(text: str) -> list[str]:

@@ -25,7 +25,7 @@ from benchmarks.sandbox_figures import (
     wall_ms,
 )
 from benchmarks.sandbox_subjects import new_patches
-from benchmarks.sandbox_throughput import RESULTS, SUBJECTS, Settings, measure
+from benchmarks.sandbox_throughput import PAGE, RESULTS, SUBJECTS, Settings, measure, with_tables
 
 
 def block(seconds: float, latencies: Sequence[float] = (0.1, 0.2, 0.3, 0.4), **cpu_s: float) -> Block:
@@ -172,6 +172,7 @@ def test_the_recorded_results_meet_the_targets() -> None:
     assert results["runs"]["cold"].get("warm", 0) == 0
     assert set(results["isolation"].values()) == {"namespaces"}
     assert table(results).count("\n") > 20
+    assert PAGE.read_text() == with_tables(PAGE.read_text(), results)
 
 
 @pytest.mark.ci
