@@ -21,6 +21,7 @@ from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from pydantic import BaseModel
 
 from dockyard_grpo.cli import main as app
 from dockyard_sandbox.cli import _parser as sandbox_parser
@@ -174,8 +175,15 @@ def test_every_key_of_the_configuration_is_documented(site: Path) -> None:
     from dockyard_grpo.config import Config
 
     ids = Anchors(site / "getting-started/configuration.html").ids
-    dumped = Config.model_validate({"policy": {"model": "m"}, "data": {"train": "t"}}).model_dump()
-    names = [f"{section}-{key}" for section, keys in dumped.items() for key in keys]
+
+    def leaves(model: BaseModel, prefix: str) -> Iterator[str]:
+        for key, value in model:
+            if isinstance(value, BaseModel):
+                yield from leaves(value, f"{prefix}{key}-")
+            else:
+                yield f"{prefix}{key}"
+
+    names = list(leaves(Config.model_validate({"policy": {"model": "m"}, "data": {"train": "t"}}), ""))
     assert len(names) > 50
     assert [name for name in names if f"config-{name.replace('_', '-')}" not in ids] == []
 

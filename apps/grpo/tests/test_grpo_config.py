@@ -46,6 +46,8 @@ def test_a_dumped_configuration_loads_to_an_equal_one(tmp_path: Path) -> None:
         ("data.max_prompt_tokens=250", "raise generation.max_model_len"),
         ("run.max_steps=many", "run.max_steps"),
         ("policy.num_ranks=0", "policy.num_ranks"),
+        ("refit.transport=filesystem", "got None for filesystem; set both, or neither"),
+        ("refit.directory=/shared", "got /shared for auto; set both, or neither"),
         ("run.max_steps", "an override is section.key=value"),
         ("--fast", "an override is section.key=value"),
     ],

@@ -49,6 +49,7 @@ OWN = (
     "policy.model={world}/model data.train={world}/train.jsonl "
     "generation.max_model_len=512 generation.max_new_tokens=128"
 )
+SGLANG = "generation.backend=sglang generation.sglang.python=VENV/bin/python"
 COMMAND_LINES = (
     # words of the command
     Mistake("trian", "unknown command 'trian'; did you mean 'train'?"),
@@ -77,7 +78,9 @@ VALUES = (
     Mistake("run.max_steps=many", "run.max_steps: Input should be a valid integer"),
     Mistake("policy.learning_rate=.inf", "policy.learning_rate: Input should be a finite number"),
     Mistake("policy.dtype=fp16", "policy.dtype: Input should be 'float32' or 'bfloat16', got 'fp16'"),
-    Mistake("generation.backend=vlm", "must be vllm or transformers, or package.module:Class, got 'vlm'; choose one"),
+    Mistake(
+        "generation.backend=vlm", "must be vllm, transformers or sglang, or package.module:Class, got 'vlm'; choose one"
+    ),
     Mistake("policy=3", "policy: Input should be a valid dictionary"),
     Mistake("run.seed=${{nope}}", "configuration cannot be merged: Interpolation key 'nope' not found"),
     Mistake("run.seed=[", "an override cannot be read: "),
@@ -108,6 +111,19 @@ VALUES = (
     Mistake("reward.overlong_buffer_tokens=64", "must be <= generation.max_new_tokens (48), got 64"),
     Mistake("sandbox.token_file=t", "is for a server of yours, got sandbox.url=null"),
     Mistake("generation.backend=transformers generation.tensor_parallel_size=2", "needs generation.backend=vllm"),
+    Mistake("generation.backend=sglang", "make one with `python tools/sglang_env.py VENV`"),
+    Mistake(f"{SGLANG} generation.tensor_parallel_size=2", "needs generation.backend=vllm, got sglang"),
+    Mistake(f"{SGLANG} generation.per_request_seeds=true", "is what SGLang ignores on a CPU"),
+    Mistake(f"{SGLANG} generation.sglang.url=http://h:1", "is in place of generation.sglang.python, got both"),
+    Mistake("generation.sglang.url=h:1", "generation.sglang.url must start with http:// or https://, got 'h:1'"),
+    Mistake(
+        "generation.sglang.url=http://h:1 generation.sglang.server_args.tp_size=2",
+        "generation.sglang.server_args are for a server that is started here",
+    ),
+    Mistake(
+        "generation.backend=sglang generation.num_engines=2 generation.sglang.url=http://h:1",
+        "is one engine, got generation.num_engines=2; set it to 1",
+    ),
 )
 SURROUNDINGS = (
     # the model
@@ -140,7 +156,11 @@ SURROUNDINGS = (
     Mistake("reward.kind=json:score", "reward.kind must name a function, got 'score', which json does not define"),
     Mistake("reward.kind=bad_reward:score", "reward.kind must import, got 'bad_reward:score': ZeroDivisionError"),
     # an engine of the user's
-    Mistake("generation.backend=my-engine:Engine", "must be one of transformers, vllm, or package.module:Class, got"),
+    Mistake(SGLANG, "VENV/bin/python': no such file; make one: python tools/sglang_env.py VENV"),
+    Mistake(f"generation.backend=sglang generation.sglang.python={sys.executable}", "it has no SGLang; make one"),
+    Mistake(
+        "generation.backend=my-engine:Engine", "must be one of sglang, transformers, vllm, or package.module:Class, got"
+    ),
     Mistake("generation.backend=no.such.module:Engine", "must name an importable module, got 'no.such.module'"),
     Mistake("generation.backend=json:Engine", "must name a class, got 'Engine', which json does not define"),
     Mistake("generation.backend=json:loads", "must name a class, got 'loads', which json holds but is none"),

@@ -27,7 +27,8 @@ def test_vllm_is_found_by_name() -> None:
 
 
 def test_an_unknown_backend_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"must be one of transformers, vllm, or package\.module:Class, got 'vlm'"):
+    known = r"must be one of sglang, transformers, vllm, or package\.module:Class, got 'vlm'"
+    with pytest.raises(ConfigError, match=known):
         load_generator("vlm", {"model": "m"})
 
 

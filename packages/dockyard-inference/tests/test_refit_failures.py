@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from dockyard_core.errors import GeneratorError, RefitError, RefitTimeout, Weigh
 from dockyard_core.policy import WeightChunk, WeightSink
 from dockyard_core.refit import RefitUpdate, TensorSpec
 from dockyard_core.testing.generator_checks import request, until_running
-from dockyard_inference import CollectiveSender, TransformersConfig, TransformersGenerator
+from dockyard_inference import RefitSender, TransformersConfig, TransformersGenerator
 from dockyard_inference.refit.receiver import LoadCounter
 
+Join = Callable[..., Awaitable[RefitSender]]
 PROMPT = tuple(range(3, 12))
 
 
@@ -61,8 +63,14 @@ async def _engine(model_dir: Path) -> AsyncIterator[TransformersGenerator]:
         await generator.shutdown()
 
 
-async def _joined(*engines: TransformersGenerator) -> CollectiveSender:
-    sender = CollectiveSender("127.0.0.1", 0, 1 + len(engines))
+@pytest.fixture(params=["collective", "shared_memory", "filesystem"])
+def join(request: pytest.FixtureRequest, tmp_path: Path) -> Join:
+    """``await join(*engines)``: a sender that they are connected to."""
+    return partial(_joined, request.param, tmp_path)
+
+
+async def _joined(transport: Any, directory: Path, *engines: TransformersGenerator) -> RefitSender:
+    sender = RefitSender("127.0.0.1", 0, 1 + len(engines), transport=transport, directory=directory)
     joins = (engine.connect_refit(sender.endpoint(rank)) for rank, engine in enumerate(engines, start=1))
     await asyncio.gather(asyncio.to_thread(sender.connect), *joins)
     return sender
@@ -73,7 +81,7 @@ async def _all(*work: Any) -> list[Any]:
 
 
 def test_a_load_that_fails_at_its_end_is_not_attested(
-    model_dir: Path, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, weights: dict[str, torch.Tensor], join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every byte has arrived and was verified; then the engine runs out of memory."""
     update = _update(weights)
@@ -86,7 +94,7 @@ def test_a_load_that_fails_at_its_end_is_not_attested(
 
     async def work() -> tuple[list[Any], list[Any]]:
         async with _engine(model_dir) as engine:
-            sender = await _joined(engine)
+            sender = await join(engine)
             monkeypatch.setattr("dockyard_inference.transformers_engine.model.LoadCounter", OutOfMemory)
             answers = await _all(engine.refit(update), asyncio.to_thread(sender.send, _stream(weights), update))
             return answers, await _all(engine.score(PROMPT))
@@ -100,7 +108,7 @@ def test_a_load_that_fails_at_its_end_is_not_attested(
 
 
 def test_an_engine_that_refuses_fences_no_other_and_all_can_try_again(
-    model_dir: Path, weights: dict[str, torch.Tensor]
+    model_dir: Path, weights: dict[str, torch.Tensor], join: Join
 ) -> None:
     update = _update(weights)
     other = replace(update, manifest=update.manifest[:-1])
@@ -108,7 +116,7 @@ def test_an_engine_that_refuses_fences_no_other_and_all_can_try_again(
     async def work() -> tuple[list[Any], list[Any], list[Any]]:
         async with AsyncExitStack() as stack:
             bad, good = [await stack.enter_async_context(_engine(model_dir)) for _ in range(2)]
-            sender = await _joined(bad, good)
+            sender = await join(bad, good)
             before = await good.score(PROMPT)
             failed = await _all(
                 bad.refit(other), good.refit(update), asyncio.to_thread(sender.send, _stream(weights), update)
@@ -129,19 +137,19 @@ def test_an_engine_that_refuses_fences_no_other_and_all_can_try_again(
 
 
 def test_a_sender_that_is_gone_before_the_update_changes_nothing(
-    model_dir: Path, weights: dict[str, torch.Tensor]
+    model_dir: Path, weights: dict[str, torch.Tensor], join: Join
 ) -> None:
     update = _update(weights)
 
     async def work() -> tuple[list[Any], list[Any]]:
         async with _engine(model_dir) as engine:
-            sender = await _joined(engine)
+            sender = await join(engine)
             sender.close()
             gc.collect()
             before = await engine.score(PROMPT)
             failed = [*await _all(engine.refit(update)), *await _all(engine.refit(update))]
             assert await engine.score(PROMPT) == before
-            sender = await _joined(engine)
+            sender = await join(engine)
             return failed, await _all(engine.refit(update), asyncio.to_thread(sender.send, _stream(weights), update))
 
     failed, again = asyncio.run(work())
@@ -152,11 +160,11 @@ def test_a_sender_that_is_gone_before_the_update_changes_nothing(
 
 
 def test_live_requests_are_returned_partial_when_the_sender_does_not_come(
-    model_dir: Path, weights: dict[str, torch.Tensor]
+    model_dir: Path, weights: dict[str, torch.Tensor], join: Join
 ) -> None:
     async def work() -> list[Any]:
         async with _engine(model_dir) as engine:
-            sender = await _joined(engine)
+            sender = await join(engine)
             task = asyncio.create_task(engine.generate(request("live", PROMPT, max_new_tokens=110)))
             await until_running(engine, 1)
             answers = await _all(engine.refit(_update(weights, timeout_s=0.5)), task)

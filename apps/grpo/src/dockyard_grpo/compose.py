@@ -131,11 +131,18 @@ def weight_manifest(policy: Policy) -> tuple[TensorSpec, ...]:
 
 
 def build_sender(config: Config, num_engine_ranks: int) -> Sender:
-    """The sending side of the collective transport, rank 0 of its group."""
-    from dockyard_inference.sender import CollectiveSender
+    """The sending side of `refit.transport`, rank 0 of its group."""
+    from dockyard_inference.sender import RefitSender
 
-    return CollectiveSender(
-        _own_address(config), 0, num_engine_ranks + 1, device=_torch_device(), timeout_s=config.refit.timeout_s
+    section = config.refit
+    return RefitSender(
+        _own_address(config),
+        0,
+        num_engine_ranks + 1,
+        device=_torch_device(),
+        timeout_s=section.timeout_s,
+        transport=section.transport,
+        directory=section.directory,
     )
 
 
@@ -166,6 +173,11 @@ async def start_generator(config: Config, *, engine_index: int) -> Engine:
         }
     else:
         values["device"] = _torch_device()
+    if section.backend == "sglang":
+        values |= section.sglang.model_dump() | {
+            "kv_cache_gib": section.kv_cache_gib,
+            "num_threads": section.num_threads or config.cluster.threads_per_worker,
+        }
     generator = cast(Engine, load_generator(section.backend, values))
     await generator.start()
     return generator

@@ -92,7 +92,10 @@ def examine(file: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
         yield from _files(config)
         yield _cores()
         yield from _devices(engines.result()["torch"])
-        yield _engine(engine, engines.result()[engine])
+        if config.generation.backend == "sglang":
+            yield _judge("engine", preflight.check_engine, config)
+        else:
+            yield _engine(engine, engines.result()[engine])
         yield from _ray(config, ray.result()["ray"])
         yield _shared_memory(config)
 

@@ -119,7 +119,7 @@ def check_reward(config: Config) -> str:
 
 
 def check_engine(config: Config) -> str:
-    """Raise ConfigError unless what generation.backend requires is installed; returns the backend."""
+    """Raise ConfigError unless what generation.backend requires is installed; returns what was found."""
     backend, had_ray = config.generation.backend, sys.modules.get("ray") is not None
     try:
         compose.check_engine_installed(config)
@@ -134,7 +134,23 @@ def check_engine(config: Config) -> str:
             f"generation.backend must not import ray with its module, got {backend!r}: Ray is set up before it is "
             "imported; import it in start()"
         )
-    return backend
+    return find_sglang(config) if backend == "sglang" else backend
+
+
+def find_sglang(config: Config) -> str:
+    """Version and place of the SGLang that will serve; nothing of it is run. Raises ConfigError where it is not."""
+    section = config.generation.sglang
+    if section.python is None:
+        return f"sglang at {section.url}"
+    environment = section.python.parent.parent
+    found = sorted(environment.glob("lib/python3*/site-packages/sglang-*.dist-info"))
+    if not section.python.is_file() or not found:
+        why = "it has no SGLang" if section.python.is_file() else "no such file"
+        raise ConfigError(
+            "generation.sglang.python must be the interpreter of an environment with SGLang, got "
+            f"{str(section.python)!r}: {why}; make one: python tools/sglang_env.py VENV"
+        )
+    return f"sglang {found[0].name.removeprefix('sglang-').removesuffix('.dist-info')} in {environment}"
 
 
 def check_cluster(config: Config) -> str:

@@ -101,7 +101,7 @@ def plan_buckets(manifest: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Buc
 
 
 def bucket_digest(payload: bytes | bytearray | memoryview) -> bytes:
-    """SHA-256 of the bytes of one bucket, sent behind it and compared before anything is loaded."""
+    """SHA-256 of the bytes of one bucket, sent beside it and compared before anything is loaded."""
     return hashlib.sha256(payload).digest()
 
 

@@ -4,7 +4,9 @@ Importing this package imports no engine and no torch.
 """
 
 from dockyard_inference.registry import BACKENDS, load_generator
-from dockyard_inference.sender import CollectiveSender, SendReport, null_sink
+from dockyard_inference.sender import CollectiveSender, RefitSender, SendReport, null_sink
+from dockyard_inference.sglang_engine.config import SglangConfig
+from dockyard_inference.sglang_engine.generator import SglangGenerator
 from dockyard_inference.transformers_engine.config import TransformersConfig
 from dockyard_inference.transformers_engine.generator import TransformersGenerator
 from dockyard_inference.vllm_engine.config import VllmConfig
@@ -13,7 +15,10 @@ from dockyard_inference.vllm_engine.generator import VllmGenerator
 __all__ = [
     "BACKENDS",
     "CollectiveSender",
+    "RefitSender",
     "SendReport",
+    "SglangConfig",
+    "SglangGenerator",
     "TransformersConfig",
     "TransformersGenerator",
     "VllmConfig",

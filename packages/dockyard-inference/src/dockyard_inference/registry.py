@@ -46,6 +46,9 @@ BACKENDS: Mapping[str, Backend] = {
         "transformers",
         "[transformers]",
     ),
+    "sglang": Backend(  # its server runs in an environment of its own; this one needs the refit's receiving side
+        "dockyard_inference.sglang_engine", "SglangGenerator", "SglangConfig", "torch", "[sender]"
+    ),
 }
 
 _COROUTINES = ("start", "generate", "score", "pause", "resume", "connect_refit", "refit", "health", "shutdown")

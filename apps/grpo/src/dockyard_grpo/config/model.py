@@ -6,12 +6,12 @@ from pydantic import Field, model_validator
 
 from dockyard_core.loss_config import LossConfig
 from dockyard_core.reward import RewardConfig
+from dockyard_grpo.config.generation import GenerationSection
 from dockyard_grpo.config.sections import (
     CheckpointSection,
     ClusterSection,
     DataSection,
     EvaluationSection,
-    GenerationSection,
     GrpoSection,
     LoggingSection,
     PolicySection,
@@ -78,7 +78,27 @@ class Config(Section):
                 f"generation.tensor_parallel_size={self.generation.tensor_parallel_size} needs "
                 f"generation.backend=vllm, got {self.generation.backend}; set it to 1, raise generation.num_engines"
             )
+        if self.generation.backend == "sglang":
+            self._check_sglang()
         return self
+
+    def _check_sglang(self) -> None:
+        generation, sglang = self.generation, self.generation.sglang
+        if sglang.python is None and sglang.url is None:
+            raise ValueError(
+                "generation.backend=sglang needs an interpreter with SGLang, got generation.sglang.python=null; make "
+                "one with `python tools/sglang_env.py VENV` and set generation.sglang.python=VENV/bin/python"
+            )
+        if sglang.url is not None and generation.num_engines > 1:
+            raise ValueError(
+                f"generation.sglang.url={sglang.url} is one engine, got generation.num_engines="
+                f"{generation.num_engines}; set it to 1, or set generation.sglang.python"
+            )
+        if generation.per_request_seeds and not sglang.server_args.get("enable_deterministic_inference"):
+            raise ValueError(
+                "generation.per_request_seeds=true is what SGLang ignores on a CPU, got generation.backend=sglang; "
+                "set it to false, or choose another backend"
+            )
 
     def _check_lengths(self) -> None:
         generation, policy = self.generation, self.policy

@@ -28,12 +28,6 @@ def _whole_path(value: str) -> str:
     return str(path.absolute()) if path.exists() else value
 
 
-def _engine_name(value: str) -> str:
-    if value not in ("vllm", "transformers") and ":" not in value:
-        raise ValueError(f"must be vllm or transformers, or package.module:Class, got {value!r}; choose one")
-    return value
-
-
 LocalOrName = Annotated[str, AfterValidator(_whole_path)]
 WholePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 
@@ -64,49 +58,6 @@ class PolicySection(Section):
     num_ranks: Count = Field(1, description="Trainer ranks; weights are sharded over them (FSDP2).")
     num_threads: Count | None = Field(None, description="CPU threads of a trainer rank; null = the fleet's share.")
     collective_timeout_s: Seconds = Field(1800.0, description="Deadline of a collective between trainer ranks.")
-
-
-class GenerationSection(Section):
-    """The engines that sample rollouts. Nothing here may bias the importance ratio."""
-
-    backend: Annotated[str, AfterValidator(_engine_name)] = Field(
-        "vllm", description="Inference engine: vllm, transformers, or package.module:Class of your own."
-    )
-    temperature: Annotated[float, Gt(0)] = Field(1.0, description="Sampling temperature of rollouts.")
-    max_new_tokens: Count = Field(1024, description="Sampled tokens per rollout; a longer one is truncated.")
-    max_model_len: Count = Field(4096, description="Prompt and completion together, tokens.")
-    max_num_seqs: Count = Field(256, description="Sequences an engine decodes at once.")
-    max_queued: Annotated[int, Ge(0)] | None = Field(
-        None, description="Requests that may wait in an engine besides; more are asked again later. null = any number."
-    )
-    num_engines: Count = Field(1, description="Engine replicas.")
-    tensor_parallel_size: Count = Field(1, description="Devices per engine.")
-    kv_cache_gib: Annotated[float, Gt(0)] = Field(1.0, description="Memory for cached keys and values, GiB per device.")
-    enforce_eager: bool = Field(True, description="No graph capture, no compilation: starts fastest.")
-    num_threads: Count | None = Field(None, description="CPU threads of an engine; null = the fleet's share.")
-    per_request_seeds: bool = Field(
-        False, description="Seed each rollout by its identity, so that a re-run one samples the same; slower."
-    )
-    top_p: float = Field(1.0, description="Refused below 1: it biases the importance ratio.")
-    top_k: int = Field(-1, description="Refused unless -1: it biases the importance ratio.")
-    min_p: float = Field(0.0, description="Refused unless 0: it biases the importance ratio.")
-    repetition_penalty: float = Field(1.0, description="Refused unless 1: it biases the importance ratio.")
-
-    @model_validator(mode="after")
-    def _refuse_biased_sampling(self) -> GenerationSection:
-        neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-        for name, value in neutral.items():
-            if (given := getattr(self, name)) != value:
-                raise ValueError(
-                    f"generation.{name} must stay {value} in training, got {given}: the logprobs of a reshaped "
-                    "distribution bias the importance ratio; shape sampling with generation.temperature"
-                )
-        if self.max_new_tokens >= self.max_model_len:
-            raise ValueError(
-                f"generation.max_new_tokens must be < generation.max_model_len ({self.max_model_len}), "
-                f"got {self.max_new_tokens}; raise max_model_len"
-            )
-        return self
 
 
 class SandboxSection(Section):
@@ -219,13 +170,28 @@ class RecoverySection(Section):
 class RefitSection(Section):
     """How engines get new weights."""
 
-    bucket_mib: Count = Field(64, description="Upper bound of one broadcast, MiB.")
+    transport: Literal["auto", "collective", "shared_memory", "filesystem"] = Field(
+        "auto", description="auto = shared memory when every engine is on the trainer's host and CPUs, else collective."
+    )
+    directory: WholePath | None = Field(
+        None, description="For refit.transport=filesystem: a directory that the trainer and every engine see."
+    )
+    bucket_mib: Count = Field(64, description="Upper bound of what is sent at once, MiB.")
     timeout_s: Seconds = Field(120.0, description="Deadline of one refit.")
     num_probes: Annotated[int, Ge(8)] = Field(8, description="Prompts scored by both sides after a refit.")
     probe_tokens: Annotated[int, Ge(32)] = Field(64, description="Tokens per probe.")
     max_probe_abs_diff: Annotated[float, Gt(0)] | None = Field(
         None, description="Mean logprob difference that fails a refit; null = 1e-3 in fp32, 0.3 in bf16."
     )
+
+    @model_validator(mode="after")
+    def _check_directory(self) -> RefitSection:
+        if (self.transport == "filesystem") != (self.directory is not None):
+            raise ValueError(
+                f"refit.directory is what refit.transport=filesystem needs, and nothing else: got {self.directory} for "
+                f"{self.transport}; set both, or neither"
+            )
+        return self
 
 
 class LoggingSection(Section):

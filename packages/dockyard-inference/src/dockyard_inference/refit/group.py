@@ -1,19 +1,22 @@
-"""The refit's process group and its key-value board: NCCL on GPUs, GLOO on CPUs, one code path.
+"""What the ranks of a refit share: a board of keys, deadlines, and what a version is told apart by.
 
-Rank 0 is the trainer's sender and owns the TCP store. Bytes cross by broadcast; every agreement
-(who joined, who accepts the manifest, who verified and loaded) is a key in the store, so a deadline
-can name the rank that is late and a refusal reaches the sender before a byte moves.
+Rank 0 is the trainer's sender and owns the TCP store. Bytes cross by a transport (see ``wire``);
+every agreement (who joined and by which transport, who accepts the manifest, who took which bucket,
+who verified and loaded) is a key in the store, so a deadline can name the rank that is late and a
+refusal reaches the sender before a byte moves.
 
 Keys, with ``s`` the number of the update since the group was opened and ``r`` a rank:
-``hello/r``; ``s/ready/r`` (``ok <plan>`` or ``no <why>``); ``s/go`` (``ok`` or ``no <why>``);
-``s/bucket/r`` (buckets received); ``s/done/r`` (``ok`` or ``no <why>``).
+``memory`` (see ``neighbours``); ``hello/r`` (``ok <pid or ->``); ``transport`` (its name or ``no <why>``);
+``s/ready/r`` (``ok <plan>`` or ``no <why>``); ``s/place`` (where the buckets lie, of transports that
+have such a place); ``s/go`` (``ok`` or ``no <why>``); ``s/put`` (buckets that lie there, or ``no <why>``);
+``s/digest/n`` (SHA-256 of bucket ``n``); ``s/bucket/r`` (buckets taken); ``s/done/r`` (``ok`` or ``no <why>``).
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +29,8 @@ if TYPE_CHECKING:
 OK = "ok"
 NO = "no"
 _FIRST_POLL_S, _LAST_POLL_S = 0.0005, 0.02
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_LAST_POLL_OF_COUNTS_S = 0.002
+"""Buckets follow each other within tens of milliseconds."""
 
 
 class Deadline:
@@ -55,6 +59,8 @@ class Board:
         wait = timedelta(seconds=timeout_s)
         self._tcp = dist.TCPStore(host, port, None, is_owner, timeout=wait, wait_for_workers=False)
         self.store: Any = dist.PrefixStore("dockyard-refit", self._tcp)
+        self.lost: Callable[[], Collection[int]] = tuple
+        """Ranks that are known to be gone; nobody waits for them."""
 
     @property
     def port(self) -> int:
@@ -71,31 +77,54 @@ class Board:
 
     def await_key(self, key: str, deadline: Deadline) -> str | None:
         """The value of a key, or None if the deadline passes first or the store is gone."""
-        return self._await([key], deadline)[key]
+        return self._await({key: -1}, _is_set, deadline, _LAST_POLL_S)[key]
 
     def await_ranks(self, key: Callable[[int], str], ranks: Iterable[int], deadline: Deadline) -> dict[int, str | None]:
-        """One value per rank; None for every rank that is late."""
-        keys = {rank: key(rank) for rank in ranks}
-        values = self._await(list(keys.values()), deadline)
-        return {rank: values[name] for rank, name in keys.items()}
+        """One value per rank; None for every rank that is late or lost."""
+        keys = {key(rank): rank for rank in ranks}
+        values = self._await(keys, _is_set, deadline, _LAST_POLL_S)
+        return {rank: values[name] for name, rank in keys.items()}
 
-    def _await(self, keys: list[str], deadline: Deadline) -> dict[str, str | None]:
+    def await_counts(self, keys: Mapping[str, int], at_least: int, deadline: Deadline) -> bool:
+        """Whether every key has counted so far before the deadline; False also for one that says no.
+
+        Args:
+            keys: key -> the rank that counts.
+            at_least: the count to wait for.
+            deadline: of the wait.
+        """
+
+        def is_settled(value: str | None) -> bool:
+            return value is not None and (value.startswith(NO) or int(value) >= at_least)
+
+        values = self._await(keys, is_settled, deadline, _LAST_POLL_OF_COUNTS_S).values()
+        return all(is_settled(value) and not str(value).startswith(NO) for value in values)
+
+    def _await(
+        self, keys: Mapping[str, int], is_settled: Callable[[str | None], bool], deadline: Deadline, last_poll_s: float
+    ) -> dict[str, str | None]:
         """Polls: the store's own wait takes keys one by one and writes to stderr when it times out."""
         from torch import distributed as dist
 
         found: dict[str, str | None] = dict.fromkeys(keys)
         pause_s = _FIRST_POLL_S
         while True:
-            is_last = deadline.is_over
+            # Asked before the keys are read: what a rank said before it ended counts.
+            is_last, lost = deadline.is_over, self.lost()
+            pending = [key for key, value in found.items() if not is_settled(value)]
             try:
-                for key in [key for key, value in found.items() if value is None]:
+                for key in pending:
                     found[key] = self.peek(key)
             except dist.DistNetworkError:
                 return found
-            if is_last or None not in found.values():
+            if is_last or all(is_settled(found[key]) or keys[key] in lost for key in pending):
                 return found
             time.sleep(min(pause_s, deadline.left_s))
-            pause_s = min(1.3 * pause_s, _LAST_POLL_S)
+            pause_s = min(1.3 * pause_s, last_poll_s)
+
+
+def _is_set(value: str | None) -> bool:
+    return value is not None
 
 
 def plain_message(error: RefitError) -> str:
@@ -108,41 +137,6 @@ def plan_id(update: RefitUpdate) -> str:
     """What sender and receiver must agree on before a byte moves: version, manifest and cut."""
     text = repr((update.policy_version, update.incarnation, update.bucket_bytes, tuple(map(tuple, update.manifest))))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def open_group(board: Board, host: str, rank: int, world_size: int, device: torch.device, timeout_s: float) -> Any:
-    """A group of its own: it touches no default group, so FSDP's or an engine's never clash.
-
-    Raises:
-        RuntimeError: not every rank came before ``timeout_s`` (torch's own message).
-    """
-    from torch import distributed as dist
-
-    wait = timedelta(seconds=timeout_s)
-    if device.type == "cuda":
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = wait
-        return dist.ProcessGroupNCCL(board.store, rank, world_size, nccl)
-    gloo = dist.ProcessGroupGloo._Options()
-    gloo._timeout = wait
-    make = dist.ProcessGroupGloo.create_device
-    gloo._devices = [make(hostname=host)] if host in _LOOPBACK else [dist.ProcessGroupGloo.create_default_device()]
-    return dist.ProcessGroupGloo(board.store, rank, world_size, gloo)
-
-
-def broadcast(group: Any, buffer: torch.Tensor, timeout_s: float) -> None:
-    """Send from, or receive at, rank 0. Blocks this thread until the bytes are there.
-
-    Raises:
-        RuntimeError: the timeout passed, or a peer is gone (torch's own message).
-    """
-    from torch import distributed as dist
-
-    wait = timedelta(seconds=timeout_s)
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    options.timeout = wait
-    group.broadcast([buffer], options).wait(wait)
 
 
 def digest_of(buffer: torch.Tensor, num_bytes: int) -> bytes:

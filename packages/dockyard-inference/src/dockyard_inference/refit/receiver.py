@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dockyard_core.errors import RefitError, RefitTimeout, WeightMismatch
 from dockyard_core.refit import (
-    DIGEST_BYTES,
     Bucket,
     RefitEndpoint,
     RefitUpdate,
@@ -20,31 +20,31 @@ from dockyard_core.refit import (
     layer_of,
     plan_buckets,
 )
-from dockyard_inference.refit.group import (
-    NO,
-    OK,
-    Board,
-    Deadline,
-    broadcast,
-    digest_of,
-    open_group,
-    plain_message,
-    plan_id,
-)
+from dockyard_inference.refit.group import NO, OK, Board, Deadline, digest_of, plain_message, plan_id
+from dockyard_inference.refit.ring import Neighbours
+from dockyard_inference.refit.transports import open_receive_wire
+from dockyard_inference.refit.wire import ReceiveWire, WireError
 
 if TYPE_CHECKING:
     import torch
 
+_TICK_S = 0.01
+
 
 class BucketReceiver:
-    """One rank of the refit group: accepts a manifest, takes verified buckets, attests the load."""
+    """One rank of the refit group: accepts a manifest, takes verified buckets, attests the load.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    Args:
+        device: of the engine's tensors.
+        keeps_views: the engine may look at the tensors of a bucket after it has asked for the next one.
+    """
+
+    def __init__(self, device: torch.device, *, keeps_views: bool = True) -> None:
+        self.device, self._keeps_views = device, keeps_views
         self.rank = -1
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._board: Board | None = None
-        self._group: Any = None
+        self._wire: ReceiveWire | None = None
         self._num_updates = 0
         self._deadline = Deadline(0.0)
 
@@ -55,12 +55,15 @@ class BucketReceiver:
             RefitTimeout: the sender or another rank did not come in time.
         """
         self.close()
+        deadline = Deadline(endpoint.timeout_s)
         try:
             self._board = Board(endpoint.host, endpoint.port, is_owner=False, timeout_s=endpoint.timeout_s)
-            self._board.put(f"hello/{rank}", OK)
-            self._group = open_group(
-                self._board, endpoint.host, rank, endpoint.world_size, self.device, endpoint.timeout_s
-            )
+            is_near = Neighbours.is_one(self._board.await_key("memory", deadline) or "")
+            self._board.put(f"hello/{rank}", f"{OK} {os.getpid() if is_near else '-'}")
+            transport = self._board.await_key("transport", deadline)
+            if transport is None or transport.startswith(NO):
+                raise RuntimeError("the sender gave up" if transport else "no transport was agreed on")
+            self._wire = open_receive_wire(transport, self._board, endpoint, rank, self.device, deadline)
         except RuntimeError as error:
             self.close()
             where = f"{endpoint.host}:{endpoint.port}"
@@ -73,7 +76,9 @@ class BucketReceiver:
 
     def close(self) -> None:
         """Leave the group, if any."""
-        self._group, self._board = None, None
+        wire, self._wire, self._board = self._wire, None, None
+        if wire is not None:
+            wire.close()
 
     def prepare(self, update: RefitUpdate, held: Mapping[str, tuple[int, ...]]) -> None:
         """Accept or refuse a manifest, tell the sender which, and wait until every rank accepted.
@@ -110,22 +115,29 @@ class BucketReceiver:
         the group stays in step and the next update can use it.
 
         Raises:
-            WeightMismatch: a bucket's bytes do not have the digest sent behind them.
+            WeightMismatch: a bucket's bytes do not have the digest that the sender gave.
             RefitTimeout: rank 0 sent nothing before the deadline.
             RefitError: the sender is gone.
         """
         self._joined(update)
         corrupt: list[int] = []
-        for number, bucket in enumerate(plan_buckets(update.manifest, update.bucket_bytes)):
-            buffer = self._take(update, bucket, number)
-            self._tell(update, f"{self._num_updates}/bucket/{self.rank}", str(number + 1))
-            if not self._is_intact(buffer, bucket):
+        buckets = plan_buckets(update.manifest, update.bucket_bytes)
+        wire = self._begun(update, buckets)
+        for number, bucket in enumerate(buckets):
+            buffer = self._take(wire, update, number)
+            if self._keeps_views:
+                self._tell(update, self._key("bucket"), str(number + 1))
+            if not self._is_intact(update, buffer, number):
                 corrupt.append(number)
             if not corrupt:
                 yield _unpack(buffer, bucket)
+            del buffer  # free for a later bucket, unless the engine keeps views
+            if not self._keeps_views:
+                wire.release()
+                self._tell(update, self._key("bucket"), str(number + 1))
         if corrupt:
             raise WeightMismatch(
-                f"rank {self.rank}: SHA-256 of bucket {corrupt[0]} differs from the one sent behind it",
+                f"rank {self.rank}: SHA-256 of bucket {corrupt[0]} differs from the sender's",
                 wanted_version=update.policy_version,
             )
 
@@ -179,24 +191,42 @@ class BucketReceiver:
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return RefitError(f"rank {self.rank} could not load the weights: {why}", wanted_version=version)
 
-    def _take(self, update: RefitUpdate, bucket: Bucket, number: int) -> torch.Tensor:
-        import torch
-
-        started = time.perf_counter()
-        # A fresh buffer per bucket: the engine may keep views until a layer is whole.
-        buffer = torch.empty(bucket.num_bytes + DIGEST_BYTES, dtype=torch.uint8, device=self.device)
+    def _begun(self, update: RefitUpdate, buckets: Sequence[Bucket]) -> ReceiveWire:
+        assert self._wire is not None, "connect() comes first"
         try:
-            broadcast(self._group, buffer, self._deadline.left_s)
-        except RuntimeError as error:
-            raise self._late(update, f"bucket {number} did not arrive ({error})") from error
+            self._wire.begin(self._num_updates, buckets, self._deadline)
+        except WireError as error:
+            raise self._cut_off(update, str(error)) from error
+        return self._wire
+
+    def _take(self, wire: ReceiveWire, update: RefitUpdate, number: int) -> torch.Tensor:
+        started = time.perf_counter()
+        try:
+            buffer = wire.take(number, is_kept=self._keeps_views)
+        except WireError as error:
+            raise self._cut_off(update, f"bucket {number} did not arrive ({error})") from error
         self.seconds["receive"] += time.perf_counter() - started
         return buffer
 
-    def _is_intact(self, buffer: torch.Tensor, bucket: Bucket) -> bool:
+    def _is_intact(self, update: RefitUpdate, buffer: torch.Tensor, number: int) -> bool:
         started = time.perf_counter()
-        intact = digest_of(buffer, bucket.num_bytes) == bytes(buffer[bucket.num_bytes :].cpu().numpy())
-        self.seconds["verify"] += time.perf_counter() - started
-        return intact
+        found = digest_of(buffer, buffer.numel()).hex()
+        hashed = time.perf_counter()
+        wanted = self._joined(update).await_key(f"{self._num_updates}/digest/{number}", self._deadline)
+        if wanted is None:
+            raise self._cut_off(update, f"the digest of bucket {number} did not arrive")
+        self.seconds["verify"] += hashed - started
+        self.seconds["receive"] += time.perf_counter() - hashed
+        return found == wanted
+
+    def _cut_off(self, update: RefitUpdate, what: str) -> RefitError:
+        """Nothing comes any more: late if the deadline is what ended it (GLOO counts in milliseconds)."""
+        if self._deadline.left_s < _TICK_S:
+            return self._late(update, what)
+        return RefitError(
+            f"rank {self.rank} was cut off from the sender (rank 0): {what}; open a new one and call connect_refit",
+            wanted_version=update.policy_version,
+        )
 
     def _late(self, update: RefitUpdate, what: str) -> RefitTimeout:
         return RefitTimeout(

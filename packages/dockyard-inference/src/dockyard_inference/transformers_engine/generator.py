@@ -245,7 +245,7 @@ class TransformersGenerator:
             if had_bar:
                 logging.enable_progress_bar()
         self._model = model.to(self.config.device).eval()
-        self._receiver = BucketReceiver(self._model.device)
+        self._receiver = BucketReceiver(self._model.device, keeps_views=False)
         self._rng = torch.Generator(device=self._model.device)
         self._rng.manual_seed(self.config.seed)
 

@@ -1,0 +1,109 @@
+"""Finds or makes an environment with SGLang for tests, and reads the request schema of its wheel.
+
+python tests/sglang_environment.py VENV     write tests/sglang_schema.json from VENV's wheel
+"""
+
+from __future__ import annotations
+
+import ast
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOL = ROOT / "tools" / "sglang_env.py"
+SCHEMA_PATH = ROOT / "tests" / "sglang_schema.json"
+VARIABLE = "DOCKYARD_SGLANG_PYTHON"
+_WANTED = {
+    "api/v1/api_types.py": (
+        "AbortRequest",
+        "GenerateMetaInfo",
+        "GenerateRequest",
+        "GenerateResponse",
+        "LogprobEntry",
+        "SamplingParams",
+        "WeightVersionSpan",
+    ),
+    "srt/managers/io_struct.py": (
+        "ContinueGenerationReqInput",
+        "InitWeightsUpdateGroupReqInput",
+        "PauseGenerationReqInput",
+        "UpdateWeightFromDiskReqInput",
+        "UpdateWeightVersionReqInput",
+        "UpdateWeightsFromDistributedReqInput",
+    ),
+}
+
+
+def sglang_python() -> Path:
+    """The interpreter that `DOCKYARD_SGLANG_PYTHON` names, or one of an environment made here and kept.
+
+    Skips the test, with the reason, where none can be made.
+    """
+    found = _find_or_make()
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+@functools.cache
+def _find_or_make() -> Path | str:
+    """The interpreter, or why there is none; tried once."""
+    named = os.environ.get(VARIABLE)
+    if named:
+        assert os.access(named, os.X_OK), f"{VARIABLE}={named} is no interpreter"
+        return Path(named)
+    sources = sorted(
+        path for path in (TOOL.parent / "sglang_cpu").rglob("*") if path.is_file() and path.suffix != ".pyc"
+    )
+    content = b"".join(path.read_bytes() for path in (TOOL, *sources))
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "dockyard"
+    venv = cache / f"sglang-{hashlib.sha256(content).hexdigest()[:12]}"
+    done = venv / "dockyard-complete"
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "sglang.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.is_file():
+            made = subprocess.run([sys.executable, TOOL, venv], capture_output=True, text=True, check=False)
+            if made.returncode != 0:
+                last = " | ".join((made.stdout + made.stderr).strip().splitlines()[-3:])
+                return f"no environment with SGLang: {last}; or name one in {VARIABLE}"
+            done.touch()
+    return venv / "bin" / "python"
+
+
+def package_folder(python: Path) -> Path:
+    """Where the environment's `sglang` is."""
+    [found] = python.parent.parent.glob("lib/python3*/site-packages/sglang")
+    return found
+
+
+def read_schema(package: Path) -> dict[str, Any]:
+    """Class -> field -> type, as the wheel's sources write them; nothing is imported."""
+    classes = {}
+    for name, wanted in _WANTED.items():
+        for node in ast.parse((package / name).read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name in wanted:
+                fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
+                classes[node.name] = {ast.unparse(field.target): ast.unparse(field.annotation) for field in fields}
+    [info] = package.parent.glob("sglang-*.dist-info")
+    return {"version": info.name.split("-")[1].removesuffix(".dist"), "classes": classes}
+
+
+def committed_schema() -> dict[str, Any]:
+    """What `SCHEMA_PATH` holds."""
+    found: dict[str, Any] = json.loads(SCHEMA_PATH.read_text())
+    return found
+
+
+if __name__ == "__main__":
+    text = json.dumps(read_schema(package_folder(Path(sys.argv[1]) / "bin" / "python")), indent=1, sort_keys=True)
+    SCHEMA_PATH.write_text(text + "\n")
