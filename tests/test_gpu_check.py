@@ -101,7 +101,7 @@ def test_a_check_rehearses_on_the_cpu(tmp_path: Path) -> None:
     assert report["checks"]["packing"]["figures"]["buckets"] > 1
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_every_check_rehearses_on_the_cpu(tmp_path: Path) -> None:
     pytest.importorskip("vllm")

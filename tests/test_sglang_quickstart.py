@@ -14,7 +14,7 @@ import pytest
 from running_app import SMALL, RunningApp, rows
 from sglang_environment import ROOT, sglang_python
 
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 
 def engine() -> list[str]:
@@ -30,6 +30,7 @@ def wait_until_empty(folder: Path) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.nightly
 def test_five_steps_hold_the_trainers_weights(tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     app = RunningApp(
@@ -48,6 +49,7 @@ def test_five_steps_hold_the_trainers_weights(tmp_path: Path) -> None:
     wait_until_empty(weights)
 
 
+@pytest.mark.nightly
 def test_a_driver_that_is_killed_leaves_no_server(tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     app = RunningApp(
@@ -62,6 +64,7 @@ def test_a_driver_that_is_killed_leaves_no_server(tmp_path: Path) -> None:
     wait_until_empty(weights)
 
 
+@pytest.mark.nightly
 def test_doctor_says_which_sglang_it_is(tmp_path: Path) -> None:
     command = [sys.executable, "apps/grpo", "doctor", "--json", *engine()]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)

@@ -23,7 +23,7 @@ import torch
 
 from dockyard_inference.push.cli import main
 
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 START_S, NUM_TOKENS = 300.0, 24
 PROMPTS = [[5, 9, 31, 7], [40, 41, 42], [17] * 6, [3, 60, 2, 8, 20]]
 ATTESTED = [

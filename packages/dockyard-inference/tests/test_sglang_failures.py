@@ -24,7 +24,7 @@ from dockyard_core.refit import RefitUpdate, TensorSpec
 from dockyard_core.testing.generator_checks import outcomes, request, until_running
 from dockyard_inference import CollectiveSender, SglangConfig, SglangGenerator
 
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
 def descendants(pid: int) -> set[int]:

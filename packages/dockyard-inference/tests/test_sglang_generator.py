@@ -16,7 +16,7 @@ from dockyard_core.testing.generator_checks import outcomes, request, until_runn
 from dockyard_core.testing.generator_contract import GeneratorContract, GeneratorHarness
 from dockyard_inference import SglangConfig, SglangGenerator
 
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 Serve = Callable[[Any, Path], Iterator[Any]]
 EOS = 1
 """Of the models that `make_model` writes."""
@@ -27,6 +27,7 @@ def config_of(model: Path, **changes: Any) -> SglangConfig:
     return SglangConfig.model_validate(values | changes)
 
 
+@pytest.mark.nightly
 class TestTiedQwen2(GeneratorContract):
     @pytest.fixture(scope="class")
     @classmethod
@@ -86,6 +87,7 @@ class TestTiedQwen2(GeneratorContract):
         assert {"receive", "verify", "stage", "pause", "load", "resume", "total"} <= report.seconds.keys()
 
 
+@pytest.mark.nightly
 class TestUntiedLlama(GeneratorContract):
     @pytest.fixture(scope="class")
     @classmethod
@@ -98,6 +100,7 @@ class TestUntiedLlama(GeneratorContract):
     )
 
 
+@pytest.mark.nightly
 class TestServerAtAnAddress(GeneratorContract):
     """A server that others started; it reads none of our folders, so the weights are sent to it."""
 
@@ -125,6 +128,7 @@ class TestServerAtAnAddress(GeneratorContract):
     )
 
 
+@pytest.mark.nightly
 class TestFewSequences:
     @pytest.fixture(scope="class")
     @classmethod

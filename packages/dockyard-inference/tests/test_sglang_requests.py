@@ -79,7 +79,7 @@ def test_the_schema_is_that_of_the_pinned_wheel() -> None:
     assert f"=={SCHEMA['version']} " in f"{pinned.partition(';')[0].strip()} "
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_the_installed_wheel_has_this_schema_and_reads_what_is_sent() -> None:
     python = sglang_python()
     package = package_folder(python)
