@@ -22,17 +22,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
+
+from benchmarks.result_files import write_results
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "loop_period.json"
@@ -202,14 +202,9 @@ def _cpu_at(app: subprocess.Popen[bytes], run_dir: Path, step: int) -> float:
 
 
 def _write(results: dict[str, Any]) -> None:
-    results["machine"] = {"cores": os.cpu_count(), "python": platform.python_version(), "arch": platform.machine()}
     results["overrides"] = OVERRIDES
-    results["versions"] = {package: version(package) for package in PACKAGES}
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    results["commit"] = commit
     results["cases"] = {case: results["cases"][case] for case in CASES if case in results["cases"]}
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    write_results(RESULTS, results, PACKAGES)
 
 
 def main() -> None:

@@ -25,17 +25,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from benchmarks.refit_figures import check, summarize, table
 from benchmarks.refit_subjects import TRANSPORTS, Bench, smollm2_manifest
+from benchmarks.result_files import add_report_options, report, write_results
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "refit.json"
@@ -99,34 +97,15 @@ def stall(settings: Settings) -> dict[str, Any]:
     return measure_stall(settings.stall_requests, settings.stall_refits, settings.num_layers, "auto")
 
 
-def _write(results: dict[str, Any]) -> None:
-    results["machine"] = {"cores": os.cpu_count(), "python": platform.python_version(), "arch": platform.machine()}
-    results["versions"] = {package: version(package) for package in PACKAGES}
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    results["commit"] = commit
-    RESULTS.parent.mkdir(exist_ok=True)
-    temporary = RESULTS.with_suffix(".new")
-    temporary.write_text(json.dumps(results, indent=1) + "\n")
-    temporary.replace(RESULTS)
-
-
 def main() -> None:
     """Measure, or read what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="short, for a look: the result file stays as it was")
     parser.add_argument("--stall", action="store_true", help="measure the stall only, into the result file as it is")
     parser.add_argument("--no-stall", action="store_true", help="leave the engine out, and the result file as it was")
-    parser.add_argument("--table", action="store_true", help="print the tables of the result file")
-    parser.add_argument(
-        "--check", action="store_true", help="exit 1 with a line per target that the result file misses"
-    )
+    add_report_options(parser)
     options = parser.parse_args()
-    if options.table or options.check:
-        results = json.loads(RESULTS.read_text())
-        if options.table:
-            print(table(results))
-        missed = check(results) if options.check else []
-        raise SystemExit("\n".join(missed) or 0)
+    report(options, RESULTS, table, check)
     settings = SMALL if options.small else Settings()
     if options.stall:
         results = json.loads(RESULTS.read_text())
@@ -136,7 +115,7 @@ def main() -> None:
     if not options.no_stall:
         results["stall"] = stall(settings)
     if not options.small and not options.no_stall:
-        _write(results)
+        write_results(RESULTS, results, PACKAGES)
     print(table(results))
 
 

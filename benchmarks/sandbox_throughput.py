@@ -26,19 +26,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import platform
 import subprocess
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.result_files import add_report_options, report, write_results
 from benchmarks.sandbox_figures import (
     FRESH_TREE_STAGES,
     LOADS,
@@ -188,19 +186,6 @@ def machine_cpu_s() -> float:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
-def _write(results: dict[str, Any]) -> None:
-    results["machine"] = {"cores": os.cpu_count(), "python": platform.python_version(), "arch": platform.machine()}
-    git = subprocess.run(["git", "--version"], capture_output=True, text=True, check=True).stdout.split()[2]
-    results["versions"] = {**{package: version(package) for package in PACKAGES}, "git": git}
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    results["commit"] = commit
-    RESULTS.parent.mkdir(exist_ok=True)
-    temporary = RESULTS.with_suffix(".new")
-    temporary.write_text(json.dumps(results, indent=1) + "\n")
-    temporary.replace(RESULTS)
-    PAGE.write_text(with_tables(PAGE.read_text(), results))
-
-
 def with_tables(page: str, results: Mapping[str, Any]) -> str:
     """The page with the tables of ``results`` between its markers."""
     head, _, rest = page.partition(BEGIN)
@@ -221,23 +206,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="blocks of each subject under each load")
     parser.add_argument("--verdicts", type=int, help="verdicts of a block")
     parser.add_argument("--small", action="store_true", help="short, for a look: the result file stays as it was")
-    parser.add_argument("--table", action="store_true", help="print the tables of the result file")
-    parser.add_argument(
-        "--check", action="store_true", help="exit 1 with a line per target that the result file misses"
-    )
+    add_report_options(parser)
     options = parser.parse_args()
-    if options.table or options.check:
-        results = json.loads(RESULTS.read_text())
-        if options.table:
-            print(table(results))
-        missed = check(results) if options.check else []
-        raise SystemExit("\n".join(missed) or 0)
+    report(options, RESULTS, table, check)
     settings = SMALL if options.small else Settings()
     changes = {name: getattr(options, name) for name in ("rounds", "verdicts") if getattr(options, name) is not None}
     with tempfile.TemporaryDirectory(prefix="dockyard-throughput-") as folder:
         results = measure(replace(settings, **changes), options.subjects, Path(folder))
     if not options.small and options.subjects == list(SUBJECTS):
-        _write(results)
+        git = subprocess.run(["git", "--version"], capture_output=True, text=True, check=True).stdout.split()[2]
+        write_results(RESULTS, results | {"versions": {"git": git}}, PACKAGES)
+        PAGE.write_text(with_tables(PAGE.read_text(), results))
     print(table(results))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import sandbox_throughput
+from benchmarks.result_files import write_results
 from benchmarks.sandbox_figures import (
     Block,
     Sample,
@@ -150,6 +151,16 @@ def test_a_missed_target_is_an_exit_code(
             sandbox_throughput.main()
         assert ended.value.code == message or str(ended.value.code).startswith(f"{message}\n")
         assert capsys.readouterr().out == f"{table(results)}\n"
+
+
+def test_a_result_file_says_where_it_is_from(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "x.json"
+    write_results(path, {"figure": 1, "versions": {"git": "2.47"}}, ("pytest",))
+    found = json.loads(path.read_text())
+    assert found["figure"] == 1
+    assert found["versions"] == {"git": "2.47", "pytest": pytest.__version__}
+    assert set(found) == {"figure", "versions", "machine", "commit"}
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_the_runs_of_a_subject_take_its_path() -> None:

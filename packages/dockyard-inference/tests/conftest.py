@@ -16,7 +16,7 @@ import torch
 from dockyard_core.generator import Generator
 from dockyard_core.policy import WeightChunk, WeightSink
 from dockyard_core.refit import RefitUpdate, TensorSpec
-from dockyard_inference import CollectiveSender, SendReport
+from dockyard_inference import RefitSender, SendReport
 
 _T = TypeVar("_T")
 VOCAB_SIZE = 61
@@ -69,7 +69,7 @@ class TrainerHarness:
     vocab_size: int = VOCAB_SIZE
     max_model_len: int = MAX_MODEL_LEN
     versions: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
-    sender: CollectiveSender | None = None
+    sender: RefitSender | None = None
 
     def __post_init__(self) -> None:
         self.versions[0] = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
@@ -115,7 +115,7 @@ class TrainerHarness:
     async def reconnect(self) -> None:
         if self.sender is not None:
             self.sender.close()
-        self.sender = CollectiveSender("127.0.0.1", 0, 2, timeout_s=60.0)
+        self.sender = RefitSender("127.0.0.1", 0, 2, timeout_s=60.0, transport="collective")
         await asyncio.gather(
             asyncio.to_thread(self.sender.connect), self.generator.connect_refit(self.sender.endpoint())
         )

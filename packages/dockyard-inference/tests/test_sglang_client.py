@@ -20,7 +20,7 @@ from dockyard_core.generator import GenerateRequest, SamplingParams
 from dockyard_core.policy import WeightChunk, WeightSink
 from dockyard_core.refit import RefitUpdate, TensorSpec
 from dockyard_core.testing.generator_checks import request, until_running
-from dockyard_inference import CollectiveSender, SglangConfig, SglangGenerator
+from dockyard_inference import RefitSender, SglangConfig, SglangGenerator
 from dockyard_inference.sglang_engine.client import NoAnswer, SglangClient
 
 OK = {"success": True, "message": "Success"}
@@ -301,7 +301,7 @@ async def _refit(generator: SglangGenerator, timeout_s: float = 60.0) -> list[An
         for name, shape in held.items():
             sink(WeightChunk(name, shape, (0,) * len(shape), torch.ones(shape)))
 
-    sender = CollectiveSender("127.0.0.1", 0, 2)
+    sender = RefitSender("127.0.0.1", 0, 2, transport="collective")
     try:
         await asyncio.gather(asyncio.to_thread(sender.connect), generator.connect_refit(sender.endpoint()))
         sending = asyncio.to_thread(sender.send, stream, update)

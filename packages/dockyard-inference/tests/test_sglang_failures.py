@@ -22,7 +22,7 @@ from dockyard_core.errors import EngineDead, GeneratorError, RefitError, RefitTi
 from dockyard_core.policy import WeightChunk, WeightSink
 from dockyard_core.refit import RefitUpdate, TensorSpec
 from dockyard_core.testing.generator_checks import outcomes, request, until_running
-from dockyard_inference import CollectiveSender, SglangConfig, SglangGenerator
+from dockyard_inference import RefitSender, SglangConfig, SglangGenerator
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
@@ -122,7 +122,7 @@ async def _refit(generator: SglangGenerator, timeout_s: float, meanwhile: Callab
         for name, shape in held.items():
             sink(WeightChunk(name, shape, (0,) * len(shape), 0.05 * torch.ones(shape)))
 
-    sender = CollectiveSender("127.0.0.1", 0, 2)
+    sender = RefitSender("127.0.0.1", 0, 2, transport="collective")
     try:
         await asyncio.gather(asyncio.to_thread(sender.connect), generator.connect_refit(sender.endpoint()))
         return await outcomes(generator.refit(update), asyncio.to_thread(sender.send, stream, update))

@@ -13,7 +13,7 @@ import torch
 from dockyard_core.errors import WeightMismatch
 from dockyard_core.policy import WeightChunk
 from dockyard_core.refit import RefitUpdate, TensorSpec
-from dockyard_inference import CollectiveSender
+from dockyard_inference import RefitSender
 from dockyard_inference.refit.receiver import BucketReceiver, LoadCounter
 
 pytest.importorskip("vllm")
@@ -58,7 +58,7 @@ def test_a_load_or_its_processing_that_fails_is_not_attested(
 
     update = RefitUpdate(policy_version=1, manifest=(TensorSpec("w", "float32", (4,)),), timeout_s=20.0)
     info: dict[str, Any] = asdict(update) | {"manifest": [list(spec) for spec in update.manifest]}
-    sender = CollectiveSender("127.0.0.1", 0, 2)
+    sender = RefitSender("127.0.0.1", 0, 2, transport="collective")
     engine = Worker()
     extension = SimpleNamespace(weight_transfer_engine=engine)
     reports: list[dict[str, Any]] = []

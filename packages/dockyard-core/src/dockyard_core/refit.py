@@ -17,7 +17,6 @@ from typing import NamedTuple
 from dockyard_core.errors import WeightMismatch
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-DIGEST_BYTES = 32
 
 
 class TensorSpec(NamedTuple):

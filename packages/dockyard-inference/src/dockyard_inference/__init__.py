@@ -4,7 +4,7 @@ Importing this package imports no engine and no torch.
 """
 
 from dockyard_inference.registry import BACKENDS, load_generator
-from dockyard_inference.sender import CollectiveSender, RefitSender, SendReport, null_sink
+from dockyard_inference.sender import RefitSender, SendReport, null_sink
 from dockyard_inference.sglang_engine.config import SglangConfig
 from dockyard_inference.sglang_engine.generator import SglangGenerator
 from dockyard_inference.transformers_engine.config import TransformersConfig
@@ -14,7 +14,6 @@ from dockyard_inference.vllm_engine.generator import VllmGenerator
 
 __all__ = [
     "BACKENDS",
-    "CollectiveSender",
     "RefitSender",
     "SendReport",
     "SglangConfig",

@@ -259,12 +259,5 @@ class RefitSender:
         return self._board
 
 
-class CollectiveSender(RefitSender):
-    """A ``RefitSender`` whose transport is the collective one, wherever the ranks are."""
-
-    def __init__(self, host: str, port: int, world_size: int, device: str = "cpu", timeout_s: float = 60.0) -> None:
-        super().__init__(host, port, world_size, device, timeout_s, transport="collective")
-
-
 def _gone(ranks: Sequence[int]) -> str:
     return f"rank {', '.join(map(str, ranks))} is gone: its process has ended"

@@ -54,8 +54,7 @@ class Preparer:
         applier: Applier,
         isolation: str,
         *,
-        installed: frozenset[str] = frozenset(),
-        modules_of: Callable[[str | None], frozenset[str]] | None = None,
+        modules_of: Callable[[str | None], frozenset[str]],
         run: RunBlocking,
     ) -> None:
         self._git = git
@@ -63,7 +62,6 @@ class Preparer:
         self._trees = trees
         self._applier = applier
         self._isolation = isolation
-        self._installed = installed
         self._modules_of = modules_of
         self._run = run
         self._lock = threading.Lock()
@@ -106,7 +104,7 @@ class Preparer:
             tests.changes,
             resolve=base.resolve,
             base_directories=base.directories,
-            installed=self._installed if self._modules_of is None else self._modules_of(request.environment),
+            installed=self._modules_of(request.environment),
             model_changes=model.changes,
             exempt=frozenset(request.exempt_paths),
         )
