@@ -87,7 +87,7 @@ class KeepingWire:
 
 
 def packing(device: str) -> Figures:
-    from dockyard_inference.refit.group import digest_of
+    from dockyard_inference.refit.hashing import digest_of
     from dockyard_inference.refit.packer import Packer
 
     num_bytes = 256 << 20 if device == "cuda" else 4 << 20

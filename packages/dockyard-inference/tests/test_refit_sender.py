@@ -18,7 +18,8 @@ from dockyard_core.errors import RefitError, RefitTimeout, WeightMismatch
 from dockyard_core.policy import WeightChunk, WeightSink
 from dockyard_core.refit import RefitUpdate, TensorSpec
 from dockyard_inference import RefitSender, null_sink
-from dockyard_inference.refit.receiver import BucketReceiver, LoadCounter
+from dockyard_inference.refit.load_counter import LoadCounter
+from dockyard_inference.refit.receiver import BucketReceiver
 
 CPU = torch.device("cpu")
 # An odd number of 2-byte elements before 4-byte ones: the second tensor starts unaligned.

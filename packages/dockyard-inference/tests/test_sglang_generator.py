@@ -14,10 +14,12 @@ from dockyard_core.errors import EngineBusy, GeneratorError
 from dockyard_core.generator import Completion, GenerateRequest, SamplingParams
 from dockyard_core.testing.generator_checks import outcomes, request, until_running
 from dockyard_core.testing.generator_contract import GeneratorContract, GeneratorHarness
+from dockyard_core.testing.refit_soak import RefitSoak
 from dockyard_inference import SglangConfig, SglangGenerator
+from dockyard_inference.sglang_engine.broadcast import broadcast_weights
 
 pytestmark = pytest.mark.timeout(900)
-Serve = Callable[[Any, Path], Iterator[Any]]
+Serve = Callable[..., Iterator[Any]]
 EOS = 1
 """Of the models that `make_model` writes."""
 
@@ -32,7 +34,7 @@ class TestTiedQwen2(GeneratorContract):
     @pytest.fixture(scope="class")
     @classmethod
     def harness(cls, serve: Serve, make_model: Callable[..., Path]) -> Iterator[GeneratorHarness]:
-        model = make_model("qwen2", is_tied=True)
+        model = make_model("qwen2", is_tied=True, intermediate_size=1024)
         yield from serve(SglangGenerator(config_of(model)), model)
 
     def test_a_seed_fixes_the_sample_and_other_seeds_differ(self, harness: GeneratorHarness) -> None:
@@ -92,12 +94,21 @@ class TestUntiedLlama(GeneratorContract):
     @pytest.fixture(scope="class")
     @classmethod
     def harness(cls, serve: Serve, make_model: Callable[..., Path]) -> Iterator[GeneratorHarness]:
-        model = make_model("llama", is_tied=False)
+        model = make_model("llama", is_tied=False, intermediate_size=1024)
         yield from serve(SglangGenerator(config_of(model, enable_prefix_caching=False)), model)
 
     test_a_seed_fixes_the_sample_and_other_seeds_differ = (
         TestTiedQwen2.test_a_seed_fixes_the_sample_and_other_seeds_differ
     )
+
+
+@pytest.mark.nightly
+class TestTiedQwen3Soak(RefitSoak):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def harness(cls, serve: Serve, make_model: Callable[..., Path]) -> Iterator[GeneratorHarness]:
+        model = make_model("qwen3", is_tied=True, intermediate_size=1024)
+        yield from serve(SglangGenerator(config_of(model)), model)
 
 
 @pytest.mark.nightly
@@ -107,7 +118,7 @@ class TestServerAtAnAddress(GeneratorContract):
     @pytest.fixture(scope="class")
     @classmethod
     def harness(cls, serve: Serve, make_model: Callable[..., Path], tmp_path_factory: Any) -> Iterator[Any]:
-        model = make_model("qwen2", is_tied=False)
+        model = make_model("qwen2", is_tied=False, intermediate_size=1024)
         with asyncio.Runner() as runner:
             owner = SglangGenerator(config_of(model))
             runner.run(owner.start())
@@ -118,10 +129,22 @@ class TestServerAtAnAddress(GeneratorContract):
                 model=str(model), url=owner._session.server.url, api_key_file=key, max_model_len=128, max_num_seqs=32
             )
             try:
-                yield from serve(SglangGenerator(config), model)
+                yield from serve(SglangGenerator(config), model, owner)
                 assert owner._session.server.is_running
             finally:
                 runner.run(owner.shutdown())
+
+    def test_the_weights_are_sent_to_it(self, harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        labels = []
+
+        def counted(url: str, api_key: str | None, staged: Any, label: str, limit_s: float) -> None:
+            labels.append(label)
+            broadcast_weights(url, api_key, staged, label, limit_s)
+
+        monkeypatch.setattr("dockyard_inference.sglang_engine.loading.broadcast_weights", counted)
+        update = self._update(harness, harness.make_version())
+        harness.run(self._refit(harness, update))
+        assert labels == [f"0:{update.policy_version}"]
 
     test_a_seed_fixes_the_sample_and_other_seeds_differ = (
         TestTiedQwen2.test_a_seed_fixes_the_sample_and_other_seeds_differ

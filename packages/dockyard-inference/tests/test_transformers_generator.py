@@ -13,25 +13,54 @@ import pytest
 from dockyard_core.errors import EngineBusy
 from dockyard_core.generator import GenerateRequest, SamplingParams
 from dockyard_core.testing.generator_contract import GeneratorContract, GeneratorHarness
+from dockyard_core.testing.refit_soak import RefitSoak
 from dockyard_inference import TransformersConfig, TransformersGenerator
 
 Serve = Callable[[Any, Path], Iterator[GeneratorHarness]]
+
+
+def _generator(model: Path) -> TransformersGenerator:
+    return TransformersGenerator(TransformersConfig(model=str(model), max_model_len=128))
 
 
 class TestTiedQwen2(GeneratorContract):
     @pytest.fixture(scope="class")
     @classmethod
     def harness(cls, serve: Serve, make_model: Callable[..., Path]) -> Iterator[GeneratorHarness]:
-        model = make_model("qwen2", is_tied=True)
-        yield from serve(TransformersGenerator(TransformersConfig(model=str(model), max_model_len=128)), model)
+        model = make_model("qwen2", is_tied=True, intermediate_size=1024)
+        yield from serve(_generator(model), model)
 
 
 class TestUntiedQwen3(GeneratorContract):
     @pytest.fixture(scope="class")
     @classmethod
     def harness(cls, serve: Serve, make_model: Callable[..., Path]) -> Iterator[GeneratorHarness]:
-        model = make_model("qwen3", is_tied=False)
-        yield from serve(TransformersGenerator(TransformersConfig(model=str(model), max_model_len=128)), model)
+        model = make_model("qwen3", is_tied=False, intermediate_size=1024)
+        yield from serve(_generator(model), model)
+
+    @pytest.mark.ci
+    def test_fifty_refits_under_load_lose_no_request_mix_no_versions_and_keep_no_memory(
+        self, harness: GeneratorHarness
+    ) -> None:
+        super().test_fifty_refits_under_load_lose_no_request_mix_no_versions_and_keep_no_memory(harness)
+
+
+@pytest.mark.ci
+class TestTiedLlama(RefitSoak):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def harness(cls, serve: Serve, make_model: Callable[..., Path]) -> Iterator[GeneratorHarness]:
+        model = make_model("llama", is_tied=True, intermediate_size=1024)
+        yield from serve(_generator(model), model)
+
+
+@pytest.mark.ci
+class TestUntiedLlama(RefitSoak):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def harness(cls, serve: Serve, make_model: Callable[..., Path]) -> Iterator[GeneratorHarness]:
+        model = make_model("llama", is_tied=False, intermediate_size=1024)
+        yield from serve(_generator(model), model)
 
 
 def test_a_request_that_is_cancelled_during_its_first_prefill_leaves_the_engine_alive(

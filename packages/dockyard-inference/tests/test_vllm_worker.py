@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from dockyard_core.errors import WeightMismatch
+from dockyard_core.errors import RefitError
 from dockyard_core.policy import WeightChunk
 from dockyard_core.refit import RefitUpdate, TensorSpec
 from dockyard_inference import RefitSender
-from dockyard_inference.refit.receiver import BucketReceiver, LoadCounter
+from dockyard_inference.refit.load_counter import LoadCounter
+from dockyard_inference.refit.receiver import BucketReceiver
+from dockyard_inference.refit.staging import HostStage
 
 pytest.importorskip("vllm")
 
@@ -49,7 +51,7 @@ def test_a_load_or_its_processing_that_fails_is_not_attested(
     class Worker(worker.DockyardWeightTransfer):
         def __init__(self) -> None:
             self.receiver, self.model = BucketReceiver(torch.device("cpu")), model
-            self.failure, self.counter = None, LoadCounter()
+            self.failure, self.counter, self.stage, self._goes_back = None, LoadCounter(), HostStage(), False
             self._is_tied, self._held, self._expected = False, {"w": (4,)}, {"w"}
 
         def _finalize(self) -> None:
@@ -76,7 +78,7 @@ def test_a_load_or_its_processing_that_fails_is_not_attested(
     thread = threading.Thread(target=work)
     thread.start()
     sender.connect()
-    with pytest.raises(WeightMismatch, match=message):
+    with pytest.raises(RefitError, match=message):
         sender.send(lambda sink: sink(WeightChunk("w", (4,), (0,), torch.ones(4))), update)
     thread.join(60)
     assert message in reports[0]["failure"][1]

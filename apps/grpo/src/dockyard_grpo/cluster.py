@@ -40,7 +40,7 @@ def plan_fleets(config: Config, num_gpus: int) -> tuple[Fleet, Fleet, Fleet]:
     cluster = config.cluster
     has_gpu = num_gpus > 0
     trainer_gpus = cluster.trainer_gpus if cluster.trainer_gpus is not None else int(has_gpu)
-    engine_gpus = config.generation.tensor_parallel_size * int(has_gpu)
+    engine_gpus = config.generation.num_workers * int(has_gpu)
     inference_gpus = cluster.inference_gpus if cluster.inference_gpus is not None else engine_gpus
     asked = trainer_gpus * config.policy.num_ranks + inference_gpus * config.generation.num_engines
     if asked > num_gpus:

@@ -143,6 +143,7 @@ def build_sender(config: Config, num_engine_ranks: int) -> Sender:
         timeout_s=section.timeout_s,
         transport=section.transport,
         directory=section.directory,
+        staging=section.staging,
     )
 
 
@@ -168,6 +169,7 @@ async def start_generator(config: Config, *, engine_index: int) -> Engine:
         values |= {
             "kv_cache_gib": section.kv_cache_gib,
             "tensor_parallel_size": section.tensor_parallel_size,
+            "pipeline_parallel_size": section.pipeline_parallel_size,
             "enforce_eager": section.enforce_eager,
             "num_threads": section.num_threads or config.cluster.threads_per_worker,
         }

@@ -37,14 +37,15 @@ class GroupRunner:
         while True:
             serving = await self._recovery.wait_serving()
             name = min(serving, key=lambda engine: self._load[engine])
-            engine, num_fenced = self._fleets.engines[name], self._recovery.num_fenced(name)
+            engine, num_interruptions = self._fleets.engines[name], self._recovery.num_interruptions(name)
             self._load[name] += 1
             try:
                 summary, payload = await self._run_on(engine, split, index, group_id, num_rollouts)
-                # A refit that failed took the engine's requests along: not a fault of theirs, they run anew.
+                # A refit took the engine's requests along: not a fault of theirs, they run anew.
                 is_spoilt = any(rollout.invalid_cause == "infra_error" for rollout in summary.rollouts)
-                if not is_spoilt or await self._recovery.was_well(name, engine, num_fenced):
+                if not is_spoilt or await self._recovery.was_well(name, engine, num_interruptions):
                     return GroupRun(name, summary, payload)
+                self._recovery.run_anew(name, group_id)
             except _EngineLost as lost:
                 self._recovery.lose_engine(name, engine, lost.reason)
             finally:

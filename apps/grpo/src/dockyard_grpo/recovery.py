@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from dockyard_core import DockyardError, EngineDead, GeneratorError, SandboxUnavailable
+from dockyard_core import DockyardError, EngineDead, GeneratorError, GroupId, SandboxUnavailable
 from dockyard_core.loop import LoopMachine
 from dockyard_grpo.config import Config
 from dockyard_grpo.config.sections import RecoverySection
@@ -68,7 +68,7 @@ class Recovery:
         self._lost: set[str] = set()
         self._without_weights: set[str] = set()
         self._in_refit: frozenset[str] = frozenset()
-        self._num_fenced: Counter[str] = Counter()
+        self._num_interruptions: Counter[str] = Counter()
         self._refit_over = asyncio.Event()
         self._served = asyncio.Event()
         self.changed = asyncio.Event()
@@ -103,9 +103,16 @@ class Recovery:
         for task in self._started:
             task.cancel()
 
-    def begin_refit(self, names: Iterable[str]) -> None:
-        """A try of a refit begins on these engines."""
+    def begin_refit(self, names: Iterable[str], *, aborts: bool = False) -> None:
+        """A try of a refit begins on these engines.
+
+        Args:
+            names: of the engines.
+            aborts: it takes their requests along, well as it may go.
+        """
         self._in_refit = frozenset(names)
+        if aborts:
+            self._num_interruptions.update(self._in_refit)
         self._refit_over.clear()
 
     def end_refit(self) -> None:
@@ -113,21 +120,25 @@ class Recovery:
         self._in_refit = frozenset()
         self._refit_over.set()
 
-    def num_fenced(self, name: str) -> int:
-        """How often a refit has failed on an engine, and taken its requests along."""
-        return self._num_fenced[name]
+    def num_interruptions(self, name: str) -> int:
+        """How often a refit has taken an engine's requests along."""
+        return self._num_interruptions[name]
 
-    async def was_well(self, name: str, engine: Any, num_fenced: int) -> bool:
-        """Whether an engine has served all the time since `num_fenced` was read; waits for the try it may be in."""
+    def run_anew(self, name: str, group_id: GroupId) -> None:
+        """A refit took requests of this group along; it begins again."""
+        self._machine.ledger.note("group_run_anew", engine=name, group=str(group_id))
+
+    async def was_well(self, name: str, engine: Any, num_interruptions: int) -> bool:
+        """Whether an engine has served since that number was read; waits for the try that it may be in."""
         while name in self._in_refit:
             await self._refit_over.wait()
-        is_same = self._fleets.engines[name] is engine and self._num_fenced[name] == num_fenced
+        is_same = self._fleets.engines[name] is engine and self._num_interruptions[name] == num_interruptions
         return is_same and name in self.serving
 
     def fence(self, name: str) -> None:
         """An engine is alive but holds no version: it serves nothing until a refit."""
         self._without_weights.add(name)
-        self._num_fenced[name] += 1
+        self._num_interruptions[name] += 1
 
     def attested(self, name: str) -> None:
         """An engine holds the trainer's version."""

@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from dockyard_core import EngineDead, GeneratorError, RefitError
+from dockyard_core import EngineDead, GeneratorError, RefitCalledOff, RefitError
 from dockyard_core.loop import LoopMachine
-from dockyard_core.refit import ProbeDiff, RefitReport, RefitUpdate, elements_per_layer, probe_diff
+from dockyard_core.refit import Hashes, ProbeDiff, RefitReport, RefitUpdate, elements_per_layer, probe_diff
 from dockyard_grpo.config import Config
 from dockyard_grpo.fleets import Fleets
 from dockyard_grpo.recovery import Recovery
 
 _MAX_TRIES = 3
+_MAX_HASHED_BYTES = 8 << 30
+"""Weights of more bytes are hashed in samples, unless the configuration says otherwise."""
 _GRACE_S = 60.0
 """An engine has deadlines of its own; one that says nothing for so much longer is dead."""
 
@@ -56,7 +58,7 @@ class RefitCoordinator:
         late = machine.begin_refit(self._recovery.available)
         handles = {name: self._fleets.engines[name] for name in late}
         try_number = machine.refit.try_number
-        self._recovery.begin_refit(late)
+        self._recovery.begin_refit(late, aborts=self._config.refit.mode == "abort")
         reports, sent = await self._transfer(machine.policy_version, handles)
         for name, report in reports.items():
             # One that died after it reported is lost already, and what it said counts for nothing.
@@ -71,14 +73,18 @@ class RefitCoordinator:
             self._members = ()  # whoever takes part in the next try, they meet anew
             reasons = {name: str(error)[:300] for name, error in failed.items()}
             machine.ledger.note("refit_failed", policy_version=machine.policy_version, engines=reasons)
+        # Whoever was called off is not to blame, unless it was the sender that could not.
+        blamed = {name for name, error in failed.items() if not isinstance(error, RefitCalledOff)} or set(failed)
         for name, error in failed.items():
-            self._handle(name, handles[name], sent if sent is not None else error, error)
+            self._handle(name, handles[name], sent if sent is not None else error, error, name in blamed)
         self._recovery.end_refit()
 
-    def _handle(self, name: str, engine: Any, first: BaseException, error: BaseException) -> None:
+    def _handle(self, name: str, engine: Any, first: BaseException, error: BaseException, is_to_blame: bool) -> None:
         from ray.exceptions import RayActorError
 
         self._recovery.fence(name)
+        if not is_to_blame:
+            return
         self._failures[name] += 1
         if isinstance(error, (EngineDead, RayActorError)):
             self._recovery.lose_engine(name, engine, error)
@@ -91,13 +97,7 @@ class RefitCoordinator:
         self, version: int, engines: dict[str, Any]
     ) -> tuple[dict[str, RefitReport | BaseException], BaseException | None]:
         """Per engine its report or why there is none, and the sender's failure if it had one."""
-        update = RefitUpdate(
-            policy_version=version,
-            incarnation=self.incarnation,
-            manifest=self._fleets.manifest,
-            bucket_bytes=self._config.refit.bucket_mib << 20,
-            timeout_s=self._config.refit.timeout_s,
-        )
+        update = self._update(version)
         if self._members != tuple(engines):
             failure = await self._meet(tuple(engines))
             if failure is not None:
@@ -114,6 +114,20 @@ class RefitCoordinator:
                     f"{name} loaded other element counts per layer than were sent", wanted_version=version
                 )
         return reports, next((error for error in sent if error is not None), None)
+
+    def _update(self, version: int) -> RefitUpdate:
+        section, manifest = self._config.refit, self._fleets.manifest
+        is_large = sum(spec.num_bytes for spec in manifest) > _MAX_HASHED_BYTES
+        by_size: Hashes = "sampled" if is_large else "full"
+        return RefitUpdate(
+            policy_version=version,
+            incarnation=self.incarnation,
+            manifest=manifest,
+            bucket_bytes=section.bucket_mib << 20,
+            timeout_s=section.timeout_s,
+            mode=section.mode,
+            hashes=by_size if section.hashes == "auto" else section.hashes,
+        )
 
     async def _meet(self, names: tuple[str, ...]) -> BaseException | None:
         from ray.exceptions import RayActorError

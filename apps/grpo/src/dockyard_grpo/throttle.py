@@ -19,9 +19,8 @@ from dockyard_core import (
     Task,
     Verdict,
 )
-from dockyard_core.generator import PauseMode
 from dockyard_core.loop import AdaptiveLimit
-from dockyard_core.refit import RefitEndpoint, RefitReport, RefitUpdate
+from dockyard_core.refit import PauseMode, RefitEndpoint, RefitReport, RefitUpdate
 from dockyard_grpo.usage import BusyClock
 
 _T = TypeVar("_T")

@@ -13,6 +13,7 @@ DockyardError
 |  +- EngineBusy         it has too much to do: ask again later
 +- RefitError            an engine does not hold the promised policy version
 |  +- RefitTimeout       a refit passed its deadline; names the late rank
+|  +- RefitCalledOff     another rank could not take part
 |  +- WeightMismatch     a tensor is unknown, missing, misshapen or corrupt
 +- RunStalled            nothing is trained because everything is dropped
 +- LedgerViolation       admitted = trained + dropped + alive does not hold (a fault of ours)
@@ -91,6 +92,10 @@ class RefitError(DockyardError):
 
 class RefitTimeout(RefitError):
     """A refit passed its deadline; the message names the rank that is late."""
+
+
+class RefitCalledOff(RefitError):
+    """Another rank could not take part, so nobody did: this engine is not to blame, and nothing has changed."""
 
 
 class WeightMismatch(RefitError):

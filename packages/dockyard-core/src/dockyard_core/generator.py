@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from dockyard_core.refit import RefitEndpoint, RefitReport, RefitUpdate
+from dockyard_core.refit import PauseMode, RefitEndpoint, RefitReport, RefitUpdate
 
 FinishReason = Literal["stop", "length", "abort"]
-PauseMode = Literal["keep", "wait", "abort"]
 
 
 class VersionSpan(NamedTuple):
@@ -99,6 +98,8 @@ class Generator(Protocol):
         """Pause, receive, verify, load, commit, resume: one transaction.
 
         After it returns, ``version == update.policy_version`` and every later token carries it.
+        With ``staging="host"`` it receives and verifies before it pauses: a failure until then changes
+        nothing, and one that follows is rolled back where the held version is in host memory.
 
         Raises:
             WeightMismatch: a tensor is unknown, missing, misshapen, or a bucket's digest differs.

@@ -12,10 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import fsum, inf, isfinite, prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from dockyard_core.errors import WeightMismatch
 
+PauseMode = Literal["keep", "wait", "abort"]
+Staging = Literal["none", "host"]
+Hashes = Literal["full", "sampled"]
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
@@ -51,6 +54,9 @@ class RefitEndpoint:
     rank_offset: int
     """Rank of this engine's first worker; >= 1."""
     timeout_s: float = 60.0
+    staging: Staging = "none"
+    """``host``: every rank verifies a whole update in host memory, while it serves, before any rank
+    loads a byte; and it keeps the version that it serves there, to go back to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +69,11 @@ class RefitUpdate:
     manifest: tuple[TensorSpec, ...]
     bucket_bytes: int = 64 << 20
     timeout_s: float = 120.0
+    """Of the whole update, draining included."""
+    mode: PauseMode = "keep"
+    """What becomes of live requests: they go on with the new weights, end before, or return partial."""
+    hashes: Hashes = "full"
+    """``sampled``: SHA-256 over a part of each bucket's pages, others for every version."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +86,8 @@ class RefitReport:
     num_bytes: int
     elements_per_layer: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by stage: pause, receive, verify, load, commit, resume, total."""
+    """Seconds by stage: pause, receive, verify, load, commit, resume, total; receive and verify are
+    not part of the pause when the update was staged."""
 
 
 def plan_buckets(manifest: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:

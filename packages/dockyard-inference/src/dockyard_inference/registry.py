@@ -6,7 +6,7 @@ An engine of your own is a class ``package.module:Class`` that
 * has the methods of ``dockyard_core.generator.Generator``, and ``async start()`` and ``async shutdown()``;
 * takes one rank of the refit group: ``RefitEndpoint.rank_offset`` is its rank.
 
-`dockyard_core.testing.GeneratorContract` holds the laws that it must keep.
+`dockyard_core.testing.generator_contract.GeneratorContract` holds the laws that it must keep.
 """
 
 from __future__ import annotations

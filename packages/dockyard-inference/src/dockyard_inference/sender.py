@@ -5,28 +5,27 @@ Needs torch, not an inference engine; arrays cross by DLPack, so the trainer may
 
 from __future__ import annotations
 
-import os
-import select
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dockyard_core.errors import RefitError, RefitTimeout, WeightMismatch
 from dockyard_core.policy import WeightChunk, WeightSink
-from dockyard_core.refit import Bucket, RefitEndpoint, RefitUpdate, plan_buckets
-from dockyard_inference.refit.group import NO, OK, Board, Deadline, digest_of, plan_id
+from dockyard_core.refit import Bucket, RefitEndpoint, RefitUpdate, Staging, plan_buckets
+from dockyard_inference.refit.group import NO, OK, Board, Deadline, plan_id
+from dockyard_inference.refit.hashing import digest_of, hashed_part
 from dockyard_inference.refit.packer import Packer
+from dockyard_inference.refit.ranks import Ranks
 from dockyard_inference.refit.ring import Neighbours
 from dockyard_inference.refit.transports import Transport, choose, open_send_wire
 from dockyard_inference.refit.wire import NoRoom, SendWire, WireError
 
 if TYPE_CHECKING:
     import torch
-
-_ENDING_MS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +51,11 @@ class RefitSender:
         host: address under which the engines reach this process.
         port: TCP port of the store; 0 lets the system choose (read ``port``).
         world_size: this sender and every engine worker.
-        device: of the policy's tensors, ``"cpu"`` or ``"cuda:N"``.
+        device: of the policy's tensors, ``"cpu"`` or ``"cuda:N"``; the buffers that are sent lie there.
         timeout_s: deadline of ``connect``.
         transport: ``auto`` = shared memory when every rank is on this host and on CPUs, else collective.
         directory: of the transport ``filesystem``: one that every rank sees under this path.
+        staging: ``host``: no rank loads before all have verified the whole update in host memory.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class RefitSender:
         *,
         transport: Transport | Literal["auto"] = "auto",
         directory: Path | None = None,
+        staging: Staging = "none",
     ) -> None:
         import torch
 
@@ -76,7 +77,11 @@ class RefitSender:
         if transport == "filesystem" and directory is None:
             raise ValueError("transport filesystem needs a directory that every rank sees, got None")
         self.host, self.world_size, self.timeout_s = host, world_size, timeout_s
-        self.device = torch.device(device)
+        self.staging: Staging = staging
+        # Ranks that stage take the bytes on the host, so they go there; also the broadcasts are GLOO's then,
+        # which cannot block the collectives of an engine that samples meanwhile.
+        self.device = torch.device("cpu" if staging == "host" else device)
+        """Of the buffers that are sent."""
         self.transport: Transport | None = None
         """Agreed in ``connect``."""
         self._wanted, self._directory = transport, directory
@@ -84,9 +89,8 @@ class RefitSender:
         self.port = self._board.port
         self._neighbours = Neighbours()
         self._board.put("memory", self._neighbours.address)
-        self._processes: dict[int, int] = {}
-        """Rank -> pidfd of those that run on this host."""
-        self._board.lost = self._lost
+        self._ranks = Ranks(world_size - 1)
+        self._board.lost = self._ranks.lost
         self._wire: SendWire | None = None
         self._num_updates = 0
 
@@ -98,6 +102,7 @@ class RefitSender:
             world_size=self.world_size,
             rank_offset=rank_offset,
             timeout_s=self.timeout_s,
+            staging=self.staging,
         )
 
     def connect(self) -> None:
@@ -108,16 +113,15 @@ class RefitSender:
             RefitError: the transport that was asked for is not possible.
         """
         board, deadline = self._open(-1), Deadline(self.timeout_s)
-        hellos = board.await_ranks(lambda rank: f"hello/{rank}", self._receivers, deadline)
-        self._raise_if_late(hellos, "did not join the refit group", self.timeout_s, -1)
-        pids = {rank: str(said).removeprefix(f"{OK} ") for rank, said in hellos.items()}
-        try:
-            self.transport = choose(self._wanted, {rank: pid.isdigit() for rank, pid in pids.items()}, self.device)
-            self._processes = {rank: os.pidfd_open(int(pid)) for rank, pid in pids.items() if pid.isdigit()}
-            board.put("transport", self.transport)
-            self._wire = open_send_wire(
-                self.transport, board, self.host, self._receivers, self.device, self._directory, deadline
+        hellos = self._ranks.answers(board, "hello", deadline)
+        late = [str(rank) for rank, said in hellos.items() if said is None]
+        if late:
+            self.close()
+            raise RefitTimeout(
+                f"rank {', '.join(late)} did not join the refit group within {self.timeout_s} s", wanted_version=-1
             )
+        try:
+            self._open_wire(board, {rank: str(said).split()[1:] for rank, said in hellos.items()}, deadline)
         except RefitError:
             self.close()
             raise
@@ -143,7 +147,7 @@ class RefitSender:
         self._num_updates += 1
         buckets, seconds = plan_buckets(update.manifest, update.bucket_bytes), defaultdict[str, float](float)
         wire = self._agree(board, update, buckets, deadline)
-        packer = Packer(wire, buckets, update, self._seal, seconds)
+        packer = Packer(wire, buckets, update, partial(self._seal, board, update), seconds)
         seconds["agree"] = time.perf_counter() - started
         try:
             stream_weights(packer.take)
@@ -154,9 +158,10 @@ class RefitSender:
             self.close()  # ranks that wait for bytes learn at once that none will come
             raise
         confirmed = time.perf_counter()
-        done = board.await_ranks(lambda rank: f"{self._num_updates}/done/{rank}", self._receivers, deadline)
-        self._raise_if_late(done, "did not attest the load", update.timeout_s, update.policy_version)
-        self._raise_if_refused(done, update)
+        if self.staging == "host":
+            self._let_load(board, update, deadline)
+        done = self._ranks.answers(board, f"{self._num_updates}/done", deadline)
+        self._raise(self._ranks.failure(done, "did not attest the load", update))
         wire.attested()
         ended = time.perf_counter()
         return SendReport(
@@ -177,26 +182,32 @@ class RefitSender:
         if wire is not None:
             wire.close()
         self._neighbours.close()
-        processes, self._processes = self._processes, {}
-        for process in processes.values():
-            os.close(process)
+        self._ranks.close()
 
-    @property
-    def _receivers(self) -> range:
-        return range(1, self.world_size)
+    def _open_wire(self, board: Board, hellos: Mapping[int, Sequence[str]], deadline: Deadline) -> None:
+        """By rank what it said of itself: process id, or ``-`` on another host, and the kind of its device."""
+        import torch
+
+        if any(kind != self.device.type for _, kind in hellos.values()):
+            self.device = torch.device("cpu")  # NCCL and GLOO do not meet: all go over the host
+        near = {rank: int(pid) for rank, (pid, _) in hellos.items() if pid.isdigit()}
+        self.transport = choose(self._wanted, {rank: rank in near for rank in hellos}, self.device)
+        self._ranks.watch(near)
+        board.put("transport", f"{self.transport} {self.device.type}")
+        self._wire = open_send_wire(
+            self.transport, board, self.host, self._ranks.numbers, self.device, self._directory, deadline
+        )
 
     def _agree(self, board: Board, update: RefitUpdate, buckets: Sequence[Bucket], deadline: Deadline) -> SendWire:
         """Nobody is sent a byte before every rank accepts the manifest."""
         number, wire = self._num_updates, self._wire
         assert wire is not None, "connect() comes first"
-        ready = board.await_ranks(lambda rank: f"{number}/ready/{rank}", self._receivers, deadline)
-        wanted = f"{OK} {plan_id(update)}"
-        refused = {rank: said for rank, said in ready.items() if said is not None and said != wanted}
-        late = [rank for rank, said in ready.items() if said is None]
-        if refused or late:
-            board.put(f"{number}/go", f"{NO} rank {(*refused, *self._lost(), *late)[0]} does not take part")
-        self._raise_if_refused(refused, update)
-        self._raise_if_late(ready, "did not announce the update", update.timeout_s, update.policy_version)
+        ready = self._ranks.answers(board, f"{number}/ready", deadline)
+        failure = self._ranks.failure(ready, "did not announce the update", update)
+        if failure is not None:
+            unready = [rank for rank, said in ready.items() if said != f"{OK} {plan_id(update)}"]
+            board.put(f"{number}/go", f"{NO} rank {unready[0]} does not take part")
+        self._raise(failure)
         try:
             wire.begin(number, buckets, deadline)
         except WireError as error:
@@ -205,59 +216,35 @@ class RefitSender:
         board.put(f"{number}/go", OK)
         return wire
 
-    def _seal(self, number: int, buffer: torch.Tensor) -> None:
-        board = self._open(-1)
-        board.put(f"{self._num_updates}/digest/{number}", digest_of(buffer, buffer.numel()).hex())
+    def _let_load(self, board: Board, update: RefitUpdate, deadline: Deadline) -> None:
+        """Nobody loads a byte before every rank has verified all of them."""
+        number = self._num_updates
+        staged = self._ranks.answers(board, f"{number}/staged", deadline)
+        unready = [rank for rank, said in staged.items() if said != OK]
+        board.put(f"{number}/load", f"{NO} rank {unready[0]} did not stage it" if unready else OK)
+        self._raise(self._ranks.failure(staged, "did not stage the update", update))
 
-    def _stuck(self, board: Board, update: RefitUpdate, number: int, error: WireError) -> RefitError:
-        """Closes the sender; says why bucket ``number`` did not get across."""
-        # The connections of a process that ends break a moment before it has ended.
-        version, lost = update.policy_version, self._lost(wait_ms=_ENDING_MS)
-        taken = {rank: int(board.peek(f"{self._num_updates}/bucket/{rank}") or 0) for rank in self._receivers}
-        late = [str(rank) for rank, count in taken.items() if count <= min(taken.values())]
-        self.close()
+    def _seal(self, board: Board, update: RefitUpdate, number: int, buffer: torch.Tensor) -> None:
+        part = hashed_part(buffer, update, number)
+        board.put(f"{self._num_updates}/digest/{number}", digest_of(part, part.numel()).hex())
+
+    def _stuck(self, board: Board, update: RefitUpdate, bucket: int, error: WireError) -> RefitError:
+        """Closes the sender; says why ``bucket`` did not get across."""
         if isinstance(error, NoRoom):
-            return RefitError(str(error), wanted_version=version)
-        if lost:
-            return RefitError(_gone(lost), wanted_version=version)
-        return RefitTimeout(
-            f"bucket {number} was not taken within {update.timeout_s} s; late: rank {', '.join(late)} ({error})",
-            wanted_version=version,
-        )
+            failure: RefitError = RefitError(str(error), wanted_version=update.policy_version)
+        else:
+            failure = self._ranks.why_stuck(board, self._num_updates, bucket, error, update)
+        self.close()
+        return failure
 
-    def _lost(self, wait_ms: int = 0) -> list[int]:
-        """Ranks on this host whose process has ended."""
-        ranks, poll = {process: rank for rank, process in self._processes.items()}, select.poll()
-        for process in ranks:
-            poll.register(process, select.POLLIN)
-        return sorted(ranks[process] for process, _ in poll.poll(wait_ms))
-
-    def _raise_if_late(self, said: Mapping[int, str | None], what: str, timeout_s: float, version: int) -> None:
-        late = [rank for rank, answer in said.items() if answer is None]
-        lost = [rank for rank in self._lost() if rank in late]
-        if late:
-            self.close()
-        if lost:
-            raise RefitError(_gone(lost), wanted_version=version)
-        if late:
-            ranks = ", ".join(map(str, late))
-            raise RefitTimeout(f"rank {ranks} {what} within {timeout_s} s", wanted_version=version)
-
-    def _raise_if_refused(self, said: Mapping[int, str | None], update: RefitUpdate) -> None:
-        for rank, answer in said.items():
-            if answer is not None and answer.startswith(NO):
-                raise WeightMismatch(f"rank {rank} refused: {answer[3:]}", wanted_version=update.policy_version)
-            if answer not in (None, OK) and answer != f"{OK} {plan_id(update)}":
-                raise WeightMismatch(
-                    f"rank {rank} was told another manifest, bucket size or version than the sender",
-                    wanted_version=update.policy_version,
-                )
+    def _raise(self, failure: RefitError | None) -> None:
+        """After a WeightMismatch every rank is in step; after anything else the group is of no use."""
+        if failure is not None:
+            if not isinstance(failure, WeightMismatch):
+                self.close()
+            raise failure
 
     def _open(self, version: int) -> Board:
         if self._board is None:
             raise RefitTimeout("the sender is closed: open a new one and connect the engines", wanted_version=version)
         return self._board
-
-
-def _gone(ranks: Sequence[int]) -> str:
-    return f"rank {', '.join(map(str, ranks))} is gone: its process has ended"

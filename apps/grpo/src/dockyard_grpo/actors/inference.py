@@ -76,7 +76,7 @@ class InferenceWorker:
                 max_new_tokens=self._config.generation.max_new_tokens,
                 timeout_s=self._config.grpo.rollout_timeout_s,
             )
-        return self._config.generation.tensor_parallel_size
+        return self._config.generation.num_workers
 
     async def run_group(
         self, split: str, index: int, group_id: GroupId, num_rollouts: int

@@ -60,7 +60,8 @@ class GenerationSection(Section):
         None, description="Requests that may wait in an engine besides; more are asked again later. null = any number."
     )
     num_engines: Count = Field(1, description="Engine replicas.")
-    tensor_parallel_size: Count = Field(1, description="Devices per engine.")
+    tensor_parallel_size: Count = Field(1, description="Devices that share each layer of an engine's model.")
+    pipeline_parallel_size: Count = Field(1, description="Stages of layers, each on devices of its own; GPUs only.")
     kv_cache_gib: Annotated[float, Gt(0)] = Field(1.0, description="Memory for cached keys and values, GiB per device.")
     enforce_eager: bool = Field(True, description="No graph capture, no compilation: starts fastest.")
     num_threads: Count | None = Field(None, description="CPU threads of an engine; null = the fleet's share.")
@@ -71,6 +72,11 @@ class GenerationSection(Section):
     top_k: int = Field(-1, description="Refused unless -1: it biases the importance ratio.")
     min_p: float = Field(0.0, description="Refused unless 0: it biases the importance ratio.")
     repetition_penalty: float = Field(1.0, description="Refused unless 1: it biases the importance ratio.")
+
+    @property
+    def num_workers(self) -> int:
+        """Ranks of one engine in a refit group, and devices that it wants."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @model_validator(mode="after")
     def _refuse_biased_sampling(self) -> GenerationSection:

@@ -73,11 +73,12 @@ class Config(Section):
                 f"grpo.max_replaced_per_step={self.grpo.max_replaced_per_step} bounds dynamic sampling, got "
                 "grpo.dynamic_sampling=false; set it to true, or leave the bound out"
             )
-        if self.generation.backend != "vllm" and self.generation.tensor_parallel_size > 1:
-            raise ValueError(
-                f"generation.tensor_parallel_size={self.generation.tensor_parallel_size} needs "
-                f"generation.backend=vllm, got {self.generation.backend}; set it to 1, raise generation.num_engines"
-            )
+        for key in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if self.generation.backend != "vllm" and getattr(self.generation, key) > 1:
+                raise ValueError(
+                    f"generation.{key}={getattr(self.generation, key)} needs generation.backend=vllm, "
+                    f"got {self.generation.backend}; set it to 1, raise generation.num_engines"
+                )
         if self.generation.backend == "sglang":
             self._check_sglang()
         return self

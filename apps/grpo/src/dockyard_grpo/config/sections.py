@@ -177,7 +177,16 @@ class RefitSection(Section):
         None, description="For refit.transport=filesystem: a directory that the trainer and every engine see."
     )
     bucket_mib: Count = Field(64, description="Upper bound of what is sent at once, MiB.")
-    timeout_s: Seconds = Field(120.0, description="Deadline of one refit.")
+    timeout_s: Seconds = Field(120.0, description="Deadline of one refit; with mode wait of the slowest request too.")
+    mode: Literal["keep", "wait", "abort"] = Field(
+        "keep", description="Live requests go on with the new weights, end before, or their groups run anew."
+    )
+    staging: Literal["none", "host"] = Field(
+        "none", description="host: verify all in host memory, engines serving, before any loads; undo a failed load."
+    )
+    hashes: Literal["auto", "full", "sampled"] = Field(
+        "auto", description="Bytes that are hashed: all, or a page of 16; auto = all up to 8 GiB of weights."
+    )
     num_probes: Annotated[int, Ge(8)] = Field(8, description="Prompts scored by both sides after a refit.")
     probe_tokens: Annotated[int, Ge(32)] = Field(64, description="Tokens per probe.")
     max_probe_abs_diff: Annotated[float, Gt(0)] | None = Field(

@@ -6,10 +6,12 @@ who verified and loaded) is a key in the store, so a deadline can name the rank 
 refusal reaches the sender before a byte moves.
 
 Keys, with ``s`` the number of the update since the group was opened and ``r`` a rank:
-``memory`` (see ``neighbours``); ``hello/r`` (``ok <pid or ->``); ``transport`` (its name or ``no <why>``);
+``memory`` (see ``neighbours``); ``hello/r`` (``ok <pid or -> <cpu or cuda>``); ``transport`` (``<name> <cpu or
+cuda>``, where the buffers lie, or ``no <why>``); a rank's ``no`` begins with the class of its error;
 ``s/ready/r`` (``ok <plan>`` or ``no <why>``); ``s/place`` (where the buckets lie, of transports that
 have such a place); ``s/go`` (``ok`` or ``no <why>``); ``s/put`` (buckets that lie there, or ``no <why>``);
-``s/digest/n`` (SHA-256 of bucket ``n``); ``s/bucket/r`` (buckets taken); ``s/done/r`` (``ok`` or ``no <why>``).
+``s/digest/n`` (SHA-256 of bucket ``n``); ``s/bucket/r`` (buckets taken); with staging ``s/staged/r`` and then
+``s/load`` (``ok`` or ``no <why>``); ``s/done/r`` (``ok`` or ``no <why>``).
 """
 
 from __future__ import annotations
@@ -18,13 +20,10 @@ import hashlib
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dockyard_core.errors import RefitError
+from dockyard_core.errors import RefitError, RefitTimeout, WeightMismatch
 from dockyard_core.refit import RefitUpdate
-
-if TYPE_CHECKING:
-    import torch
 
 OK = "ok"
 NO = "no"
@@ -133,14 +132,20 @@ def plain_message(error: RefitError) -> str:
     return text.removesuffix(f" (wanted policy version {error.wanted_version}, holds {error.held_version})")
 
 
+def refusal(error: RefitError) -> str:
+    """What a rank says that could not do its part; see ``refused``."""
+    return f"{NO} {type(error).__name__} {plain_message(error)}"
+
+
+def refused(rank: int, said: str, wanted_version: int) -> RefitError:
+    """The error of another rank, from what it said."""
+    name, _, message = said.removeprefix(f"{NO} ").partition(" ")
+    kind = next((kind for kind in (WeightMismatch, RefitTimeout) if kind.__name__ == name), RefitError)
+    return kind(f"rank {rank} refused: {message}", wanted_version=wanted_version)
+
+
 def plan_id(update: RefitUpdate) -> str:
     """What sender and receiver must agree on before a byte moves: version, manifest and cut."""
-    text = repr((update.policy_version, update.incarnation, update.bucket_bytes, tuple(map(tuple, update.manifest))))
+    manifest = tuple(map(tuple, update.manifest))
+    text = repr((update.policy_version, update.incarnation, update.bucket_bytes, update.hashes, manifest))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def digest_of(buffer: torch.Tensor, num_bytes: int) -> bytes:
-    """SHA-256 of the first ``num_bytes`` of a uint8 buffer on any device."""
-    from dockyard_core.refit import bucket_digest
-
-    return bucket_digest(memoryview(buffer[:num_bytes].cpu().numpy()))

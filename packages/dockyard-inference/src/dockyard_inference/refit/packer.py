@@ -1,4 +1,4 @@
-"""Lays what a policy streams into buckets, in the order of the manifest."""
+"""Lays what a policy streams into buckets, in the order of the manifest, and takes it out again."""
 
 from __future__ import annotations
 
@@ -97,3 +97,18 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def unpack(buffer: torch.Tensor, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a packed bucket, as views of it where their alignment allows."""
+    import torch
+
+    tensors, start = [], 0
+    for spec in bucket.tensors:
+        dtype = getattr(torch, spec.dtype)
+        part = buffer[start : start + spec.num_bytes]
+        # Without padding a tensor may start where its dtype cannot be viewed.
+        part = part if start % dtype.itemsize == 0 else part.clone()
+        tensors.append((spec.name, part.view(dtype).view(spec.shape)))
+        start += spec.num_bytes
+    return tensors

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from dockyard_core.errors import RefitError, RefitTimeout, WeightMismatch
-from dockyard_core.refit import (
-    Bucket,
-    RefitEndpoint,
-    RefitUpdate,
-    check_bijection,
-    elements_per_layer,
-    layer_of,
-    plan_buckets,
-)
-from dockyard_inference.refit.group import NO, OK, Board, Deadline, digest_of, plain_message, plan_id
+from dockyard_core.errors import RefitCalledOff, RefitError, RefitTimeout, WeightMismatch
+from dockyard_core.refit import Bucket, RefitEndpoint, RefitUpdate, check_bijection, plan_buckets
+from dockyard_inference.refit.group import NO, OK, Board, Deadline, plan_id, refusal
+from dockyard_inference.refit.hashing import digest_of, hashed_part
+from dockyard_inference.refit.packer import unpack
 from dockyard_inference.refit.ring import Neighbours
 from dockyard_inference.refit.transports import open_receive_wire
 from dockyard_inference.refit.wire import ReceiveWire, WireError
@@ -29,6 +22,9 @@ if TYPE_CHECKING:
     import torch
 
 _TICK_S = 0.01
+_PATIENCE_S = 1.0
+_Stage = Literal["staged", "done"]
+"""What a rank attests: that it holds a verified update in host memory, or that it has loaded it."""
 
 
 class BucketReceiver:
@@ -42,6 +38,8 @@ class BucketReceiver:
     def __init__(self, device: torch.device, *, keeps_views: bool = True) -> None:
         self.device, self._keeps_views = device, keeps_views
         self.rank = -1
+        self.is_staging = False
+        """The group verifies whole updates in host memory before any rank loads."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._board: Board | None = None
         self._wire: ReceiveWire | None = None
@@ -54,16 +52,22 @@ class BucketReceiver:
         Raises:
             RefitTimeout: the sender or another rank did not come in time.
         """
+        import torch
+
         self.close()
+        self.is_staging = endpoint.staging == "host"
+        device = torch.device("cpu") if self.is_staging else self.device
         deadline = Deadline(endpoint.timeout_s)
         try:
             self._board = Board(endpoint.host, endpoint.port, is_owner=False, timeout_s=endpoint.timeout_s)
             is_near = Neighbours.is_one(self._board.await_key("memory", deadline) or "")
-            self._board.put(f"hello/{rank}", f"{OK} {os.getpid() if is_near else '-'}")
-            transport = self._board.await_key("transport", deadline)
-            if transport is None or transport.startswith(NO):
-                raise RuntimeError("the sender gave up" if transport else "no transport was agreed on")
-            self._wire = open_receive_wire(transport, self._board, endpoint, rank, self.device, deadline)
+            self._board.put(f"hello/{rank}", f"{OK} {os.getpid() if is_near else '-'} {device.type}")
+            agreed = self._board.await_key("transport", deadline)
+            if agreed is None or agreed.startswith(NO):
+                raise RuntimeError("the sender gave up" if agreed else "no transport was agreed on")
+            transport, where = agreed.split()
+            device = device if device.type == where else torch.device(where)
+            self._wire = open_receive_wire(transport, self._board, endpoint, rank, device, deadline)
         except RuntimeError as error:
             self.close()
             where = f"{endpoint.host}:{endpoint.port}"
@@ -80,33 +84,44 @@ class BucketReceiver:
         if wire is not None:
             wire.close()
 
-    def prepare(self, update: RefitUpdate, held: Mapping[str, tuple[int, ...]]) -> None:
+    def prepare(self, update: RefitUpdate, held: Mapping[str, tuple[int, ...]], unable: str = "") -> None:
         """Accept or refuse a manifest, tell the sender which, and wait until every rank accepted.
 
         No byte has moved when this returns or raises: the engine may go on with what it holds.
 
+        Args:
+            update: what is announced.
+            held: name -> shape of the engine's tensors.
+            unable: why the engine cannot take any weights now; empty if it can.
+
         Raises:
             WeightMismatch: the manifest and ``held`` are not the same tensors.
             RefitTimeout: the sender did not start before the deadline; the group is left.
-            RefitError: the sender called the update off, because another rank refused it (the group
-                serves the next update); the sender is gone, or ``connect`` was not called.
+            RefitCalledOff: another rank refused, or is late.
+            RefitError: the engine is unable; the sender is gone, or ``connect`` was not called.
         """
-        board = self._joined(update)
-        self._deadline = Deadline(update.timeout_s)
+        self._joined(update)
+        # The sender's ends first: a rank that is punctual hears from it whom the update failed by.
+        self._deadline = Deadline(update.timeout_s + _PATIENCE_S)
         self._num_updates += 1
         self.seconds = defaultdict(float)
         try:
+            if unable:
+                raise RefitError(unable, wanted_version=update.policy_version)
             check_bijection(update.manifest, held, policy_version=update.policy_version)
-        except WeightMismatch as error:
-            self._tell(update, self._key("ready"), f"{NO} {plain_message(error)}")
+        except RefitError as error:
+            self._tell(update, self._key("ready"), refusal(error))
             raise
         self._tell(update, self._key("ready"), f"{OK} {plan_id(update)}")
-        answer = board.await_key(f"{self._num_updates}/go", self._deadline)
-        if answer is None:
-            self.close()
-            raise self._late(update, "the sender did not start") if self._deadline.is_over else self._gone(update)
-        if answer != OK:
-            raise RefitError(f"the sender called the update off: {answer[3:]}", wanted_version=update.policy_version)
+        self._await_all(update, "go", "the sender did not start")
+
+    def await_load(self, update: RefitUpdate) -> None:
+        """Wait until every rank has staged the update; nothing has been loaded when this raises.
+
+        Raises:
+            RefitTimeout, RefitCalledOff, RefitError: as ``prepare``.
+        """
+        self._await_all(update, "load", "not every rank staged the update")
 
     def receive(self, update: RefitUpdate) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Yield the named tensors of each bucket after its digest was verified.
@@ -121,18 +136,19 @@ class BucketReceiver:
         """
         self._joined(update)
         corrupt: list[int] = []
+        keeps_views = self._keeps_views or self.is_staging
         buckets = plan_buckets(update.manifest, update.bucket_bytes)
         wire = self._begun(update, buckets)
         for number, bucket in enumerate(buckets):
-            buffer = self._take(wire, update, number)
-            if self._keeps_views:
+            buffer = self._take(wire, update, number, is_kept=keeps_views)
+            if keeps_views:
                 self._tell(update, self._key("bucket"), str(number + 1))
             if not self._is_intact(update, buffer, number):
                 corrupt.append(number)
             if not corrupt:
-                yield _unpack(buffer, bucket)
+                yield unpack(buffer, bucket)
             del buffer  # free for a later bucket, unless the engine keeps views
-            if not self._keeps_views:
+            if not keeps_views:
                 wire.release()
                 self._tell(update, self._key("bucket"), str(number + 1))
         if corrupt:
@@ -142,11 +158,11 @@ class BucketReceiver:
             )
 
     @contextmanager
-    def attesting(self, update: RefitUpdate) -> Iterator[None]:
+    def attesting(self, update: RefitUpdate, stage: _Stage = "done") -> Iterator[None]:
         """Tell the sender how the body ended: well only if it ended without any exception.
 
         Raises:
-            RefitError: the weights could not be loaded, or the sender could not be told.
+            RefitError: the weights could not be staged or loaded, or the sender could not be told.
         """
         failure: RefitError | None = self.unfinished(update.policy_version)
         try:
@@ -155,28 +171,30 @@ class BucketReceiver:
         except RefitError as error:
             failure = error
             raise
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             failure = self.not_loaded(error, update.policy_version)
             raise failure from error
         finally:
-            self.report(failure)
+            self.report(failure, stage)
 
-    def report(self, failure: RefitError | None) -> None:
-        """Tell the sender how the update ended on this rank, and leave a group that is out of step.
+    def report(self, failure: RefitError | None, stage: _Stage = "done") -> None:
+        """Tell the sender how a stage of the update ended on this rank; leave a group that is out of step.
 
         Raises:
             RefitError: the load went well and the sender is gone.
         """
         is_in_step = failure is None or isinstance(failure, WeightMismatch)
-        said = OK if failure is None else f"{NO} {plain_message(failure)}"
+        said = OK if failure is None else refusal(failure)
         try:
             if self._board is not None:
-                self._board.put(self._key("done"), said)
+                self._board.put(self._key(stage), said)
+                if not is_in_step:
+                    self._board.put(self._key("bucket"), NO)  # a sender that waits for it looks why
         except RuntimeError as error:
             is_in_step = False
             if failure is None:
                 raise RefitError(
-                    f"rank {self.rank} could not attest the load, rank 0 is gone: {error}", wanted_version=-1
+                    f"rank {self.rank} could not attest the update, rank 0 is gone: {error}", wanted_version=-1
                 ) from error
         finally:
             if not is_in_step:
@@ -191,6 +209,17 @@ class BucketReceiver:
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return RefitError(f"rank {self.rank} could not load the weights: {why}", wanted_version=version)
 
+    def _await_all(self, update: RefitUpdate, key: str, otherwise: str) -> None:
+        """Wait for the sender's word that every rank is so far."""
+        answer = self._joined(update).await_key(f"{self._num_updates}/{key}", self._deadline)
+        if answer is None:
+            self.close()
+            raise self._late(update, otherwise) if self._deadline.is_over else self._gone(update)
+        if answer != OK:
+            raise RefitCalledOff(
+                f"the sender called the update off: {answer[3:]}", wanted_version=update.policy_version
+            )
+
     def _begun(self, update: RefitUpdate, buckets: Sequence[Bucket]) -> ReceiveWire:
         assert self._wire is not None, "connect() comes first"
         try:
@@ -199,10 +228,10 @@ class BucketReceiver:
             raise self._cut_off(update, str(error)) from error
         return self._wire
 
-    def _take(self, wire: ReceiveWire, update: RefitUpdate, number: int) -> torch.Tensor:
+    def _take(self, wire: ReceiveWire, update: RefitUpdate, number: int, *, is_kept: bool) -> torch.Tensor:
         started = time.perf_counter()
         try:
-            buffer = wire.take(number, is_kept=self._keeps_views)
+            buffer = wire.take(number, is_kept=is_kept)
         except WireError as error:
             raise self._cut_off(update, f"bucket {number} did not arrive ({error})") from error
         self.seconds["receive"] += time.perf_counter() - started
@@ -210,7 +239,8 @@ class BucketReceiver:
 
     def _is_intact(self, update: RefitUpdate, buffer: torch.Tensor, number: int) -> bool:
         started = time.perf_counter()
-        found = digest_of(buffer, buffer.numel()).hex()
+        part = hashed_part(buffer, update, number)
+        found = digest_of(part, part.numel()).hex()
         hashed = time.perf_counter()
         wanted = self._joined(update).await_key(f"{self._num_updates}/digest/{number}", self._deadline)
         if wanted is None:
@@ -256,43 +286,3 @@ class BucketReceiver:
 
     def _key(self, what: str) -> str:
         return f"{self._num_updates}/{what}/{self.rank}"
-
-
-class LoadCounter:
-    """Counts what was really loaded, to be compared with what the manifest promised."""
-
-    def __init__(self) -> None:
-        self.num_tensors = 0
-        self.num_bytes = 0
-        self.per_layer: Counter[str] = Counter()
-
-    def add(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Count tensors that the engine has taken."""
-        for name, tensor in tensors:
-            self.num_tensors += 1
-            self.num_bytes += tensor.numel() * tensor.element_size()
-            self.per_layer[layer_of(name)] += prod(tensor.shape)
-
-    def check(self, update: RefitUpdate) -> None:
-        """Raise WeightMismatch unless every layer took the elements that were announced."""
-        wanted = elements_per_layer(update.manifest)
-        if dict(self.per_layer) != wanted:
-            layers = sorted(k for k in wanted.keys() | self.per_layer.keys() if wanted.get(k) != self.per_layer[k])
-            raise WeightMismatch(
-                f"layers {', '.join(layers[:4])} took another number of elements than was sent",
-                wanted_version=update.policy_version,
-            )
-
-
-def _unpack(buffer: torch.Tensor, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
-    import torch
-
-    tensors, start = [], 0
-    for spec in bucket.tensors:
-        dtype = getattr(torch, spec.dtype)
-        part = buffer[start : start + spec.num_bytes]
-        # Without padding a tensor may start where its dtype cannot be viewed.
-        part = part if start % dtype.itemsize == 0 else part.clone()
-        tensors.append((spec.name, part.view(dtype).view(spec.shape)))
-        start += spec.num_bytes
-    return tensors

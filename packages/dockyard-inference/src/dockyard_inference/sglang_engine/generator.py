@@ -9,16 +9,18 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 
-from dockyard_core.errors import EngineBusy, EngineDead, GeneratorError
-from dockyard_core.generator import Completion, EngineHealth, GenerateRequest, PauseMode
-from dockyard_core.refit import RefitEndpoint, RefitReport, RefitUpdate
-from dockyard_inference.fence import Fence, Transaction
+from dockyard_core.errors import EngineBusy, EngineDead, GeneratorError, RefitError, RefitTimeout
+from dockyard_core.generator import Completion, EngineHealth, GenerateRequest
+from dockyard_core.refit import PauseMode, RefitEndpoint, RefitReport, RefitUpdate
+from dockyard_inference.fence import Fence, Transaction, unable_to_drain
+from dockyard_inference.refit.staging import rolled_back
 from dockyard_inference.sglang_engine.client import SglangClient
 from dockyard_inference.sglang_engine.config import SglangConfig
-from dockyard_inference.sglang_engine.loading import WeightLoader, refit_errors
+from dockyard_inference.sglang_engine.loading import WeightLoader
 from dockyard_inference.sglang_engine.model_facts import read_facts
 from dockyard_inference.sglang_engine.requests import (
     extended,
+    is_stopped_by_model,
     label_payload,
     make_label,
     pause_payload,
@@ -119,11 +121,11 @@ class SglangGenerator:
         whole: Completion | None = None
         async with self._admitted(request.request_id, prompt) as (session, live):
             limit = min(sampling.max_new_tokens, self.config.max_model_len - len(prompt))
-            while whole is None or (_is_stopped_by_model(whole, request) and len(whole.token_ids) < limit):
+            while whole is None or (is_stopped_by_model(whole, request) and len(whole.token_ids) < limit):
                 done = () if whole is None else whole.token_ids
                 payload = rollout_payload((*prompt, *done), sampling, limit - len(done), self._label())
                 whole = extended(whole, to_completion(await session.client.generate(payload, live.new_rid)))
-        return replace(whole, finish_reason="length") if _is_stopped_by_model(whole, request) else whole
+        return replace(whole, finish_reason="length") if is_stopped_by_model(whole, request) else whole
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Logprobs at temperature 1 of tokens 1..T-1; T <= ``max_model_len``. Goes before waiting rollouts."""
@@ -184,23 +186,28 @@ class SglangGenerator:
                 await self._abort_live()
 
     async def _refit(self, update: RefitUpdate, transaction: Transaction) -> RefitReport:
-        session, limit_s, started = self._running(), self.config.answer_timeout_s, time.perf_counter()
-        await session.loader.prepare(update)
-        async with session.loader.attesting(update):
-            try:
-                counter = await session.loader.receive(update)
-            finally:
-                transaction.begin()
-            paused = time.perf_counter()
-            with refit_errors(update, self._version):
-                await session.client.tell("/pause_generation", pause_payload(), limit_s)
-            loading = time.perf_counter()
-            await session.loader.load(update, self._version)
+        loader, started = self._running().loader, time.perf_counter()
+        with transaction.staging(loader.is_staging):
+            await loader.prepare(update, unable_to_drain(update, len(self._live), is_paused=self._is_paused))
+        try:
+            async with loader.attesting(update):
+                try:
+                    with transaction.staging(loader.is_staging):
+                        counter = await loader.receive(update)
+                finally:
+                    if not transaction.is_harmless:
+                        transaction.begin()
+                paused = time.perf_counter()
+                await self._stop(loader, update, transaction, update.timeout_s - (paused - started))
+                loading = time.perf_counter()
+                await loader.load(update, self._version)
+        except RefitError as error:
+            await self._go_back(loader, update, error, transaction)
+            raise
         self._version, self._incarnation = update.policy_version, update.incarnation
         committed = time.perf_counter()
         if not self._is_paused:
-            with refit_errors(update, self._version):
-                await session.client.tell("/continue_generation", resume_payload(), limit_s)
+            await loader.resume(update, self._version)
         transaction.commit()
         ended = time.perf_counter()
         stages = {"pause": loading - paused, "resume": ended - committed, "total": ended - started}
@@ -210,8 +217,28 @@ class SglangGenerator:
             num_elements=sum(counter.per_layer.values()),
             num_bytes=counter.num_bytes,
             elements_per_layer=dict(counter.per_layer),
-            seconds=session.loader.seconds | stages,
+            seconds=loader.seconds | stages,
         )
+
+    async def _stop(self, loader: WeightLoader, update: RefitUpdate, transaction: Transaction, limit_s: float) -> None:
+        """Stop sampling, and do with the live requests what the update's mode says."""
+        live = list(self._live.values()) if update.mode == "wait" else []
+        await transaction.drain((request.ended.wait() for request in live), limit_s, update)
+        await loader.pause(update, self._version)
+        if update.mode == "abort":
+            await self._abort_live()
+
+    async def _go_back(
+        self, loader: WeightLoader, update: RefitUpdate, error: RefitError, transaction: Transaction
+    ) -> None:
+        """Serve the version before, if it was staged; raises the error that says so then."""
+        # What a server that is late does, nobody knows.
+        is_open = transaction.has_begun and not isinstance(error, RefitTimeout)
+        if is_open and await loader.go_back(update, self._label(), self._version):
+            if not self._is_paused:
+                await loader.resume(update, self._version)
+            transaction.roll_back()
+            raise rolled_back(error, self._version) from error
 
     async def health(self) -> EngineHealth:
         """Whether the server's scheduler answers within ``answer_timeout_s``, and at which version it is."""
@@ -271,8 +298,3 @@ class SglangGenerator:
 
     def _label(self) -> str:
         return make_label(self._incarnation, self._version)
-
-
-def _is_stopped_by_model(whole: Completion, request: GenerateRequest) -> bool:
-    """Whether the model's own end token stopped it, which is none of the request's."""
-    return whole.finish_reason == "stop" and whole.token_ids[-1] not in request.sampling.stop_token_ids

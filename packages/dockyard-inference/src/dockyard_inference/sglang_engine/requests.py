@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from dockyard_core.errors import GeneratorError
-from dockyard_core.generator import Completion, FinishReason, SamplingParams, VersionSpan
+from dockyard_core.generator import Completion, FinishReason, GenerateRequest, SamplingParams, VersionSpan
 from dockyard_core.refit import TensorSpec
 
 if TYPE_CHECKING:
@@ -190,3 +190,8 @@ def _version_of(label: str) -> int:
     if not (separator and incarnation.isdigit() and version.isdigit()):
         raise ValueError(f"weight version {label!r} is not incarnation:version")
     return int(version)
+
+
+def is_stopped_by_model(whole: Completion, request: GenerateRequest) -> bool:
+    """Whether the model's own end token stopped it, which is none of the request's."""
+    return whole.finish_reason == "stop" and whole.token_ids[-1] not in request.sampling.stop_token_ids

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from dockyard_core.errors import RefitError
 from dockyard_core.refit import RefitUpdate, TensorSpec
-from dockyard_inference.refit.receiver import BucketReceiver, LoadCounter
+from dockyard_inference.refit.load_counter import LoadCounter
+from dockyard_inference.refit.receiver import BucketReceiver
 
 if TYPE_CHECKING:
     import torch

@@ -12,14 +12,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from dockyard_core.errors import EngineBusy, EngineDead, GeneratorError
-from dockyard_core.generator import Completion, EngineHealth, GenerateRequest, PauseMode
-from dockyard_core.refit import RefitEndpoint, RefitReport, RefitUpdate
-from dockyard_inference.fence import Fence
-from dockyard_inference.refit.receiver import BucketReceiver
+from dockyard_core.errors import EngineBusy, EngineDead, GeneratorError, RefitError, RefitTimeout
+from dockyard_core.generator import Completion, EngineHealth, GenerateRequest
+from dockyard_core.refit import PauseMode, RefitEndpoint, RefitReport, RefitUpdate
+from dockyard_inference.fence import Fence, Transaction, unable_to_drain
+from dockyard_inference.refit.load_counter import LoadCounter
+from dockyard_inference.refit.staging import rolled_back
 from dockyard_inference.transformers_engine.cohort import Cohort, LiveSequence
 from dockyard_inference.transformers_engine.config import TransformersConfig
-from dockyard_inference.transformers_engine.model import load_buckets, score_tokens
+from dockyard_inference.transformers_engine.model import score_tokens
+from dockyard_inference.transformers_engine.weights import WeightTaker
 
 _T = TypeVar("_T")
 
@@ -31,7 +33,7 @@ class TransformersGenerator:
         self.config = config
         self._version, self._incarnation = config.policy_version, config.incarnation
         self._model: Any = None
-        self._receiver: BucketReceiver | None = None
+        self._taker: WeightTaker | None = None
         self._rng: Any = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dockyard-transformers")
         self._server: asyncio.Task[None] | None = None
@@ -64,8 +66,8 @@ class TransformersGenerator:
                 server.cancel()
             await asyncio.gather(server, return_exceptions=True)
         self._abort_all()
-        if self._receiver is not None:
-            self._receiver.close()
+        if self._taker is not None:
+            await self._taker.close()
         self._thread.shutdown(wait=True)
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -123,8 +125,7 @@ class TransformersGenerator:
     async def connect_refit(self, endpoint: RefitEndpoint) -> None:
         """Join the sender's group; the sender's ``connect`` must run meanwhile."""
         self._check_running()
-        async with self._between_tokens:
-            await self._compute(lambda: self._joined().connect(endpoint, endpoint.rank_offset))
+        await self._joined().connect(endpoint)
 
     async def refit(self, update: RefitUpdate) -> RefitReport:
         """Take the announced weights in one transaction; see ``Generator.refit``.
@@ -134,33 +135,57 @@ class TransformersGenerator:
         live requests return with ``finish_reason="abort"``.
         """
         self._check_running()
-        receiver, started = self._joined(), time.perf_counter()
+        taker, started, stopped = self._joined(), time.perf_counter(), 0.0
         try:
-            async with (
-                self._fence.transaction(f"refit to policy version {update.policy_version}") as transaction,
-                self._between_tokens,
-            ):
-                await self._compute(lambda: receiver.prepare(update, self._held()))
+            async with self._fence.transaction(f"refit to policy version {update.policy_version}") as transaction:
+                with transaction.staging(taker.is_staging):
+                    is_paused = not self._unpaused.is_set()
+                    await taker.prepare(update, unable_to_drain(update, len(self._results), is_paused=is_paused))
                 transaction.begin()
-                paused = time.perf_counter()
-                counter = await self._compute(lambda: load_buckets(self._model, receiver, update))
-                self._drop_caches()
-                self._version, self._incarnation = update.policy_version, update.incarnation
-                transaction.commit()
+                stopped = time.perf_counter()
+                await self._drain(update, taker, transaction, update.timeout_s - (stopped - started))
+                async with self._between_tokens:
+                    loading = time.perf_counter()
+                    counter = await self._load_update(update, taker, transaction)
         finally:
             if self._fence.reason:
                 async with self._between_tokens:
                     self._abort_all()
         self._work.set()
-        total = time.perf_counter() - started
+        ended = time.perf_counter()
         return RefitReport(
             policy_version=update.policy_version,
             num_tensors=counter.num_tensors,
             num_elements=sum(counter.per_layer.values()),
             num_bytes=counter.num_bytes,
             elements_per_layer=dict(counter.per_layer),
-            seconds={**receiver.seconds, "pause": paused - started, "total": total},
+            seconds={**taker.seconds, "pause": loading - stopped, "total": ended - started},
         )
+
+    async def _load_update(self, update: RefitUpdate, taker: WeightTaker, transaction: Transaction) -> LoadCounter:
+        """Between two tokens: new weights, or what was there before, or a fenced engine."""
+        if update.mode == "abort":
+            self._abort_all()
+        try:
+            counter = await self._compute(lambda: taker.load(update))
+        except RefitError as error:
+            if not await self._compute(taker.go_back):
+                raise
+            transaction.roll_back()
+            raise rolled_back(error, self._version) from error
+        finally:
+            self._drop_caches()
+        self._version, self._incarnation = update.policy_version, update.incarnation
+        transaction.commit()
+        return counter
+
+    async def _drain(self, update: RefitUpdate, taker: WeightTaker, transaction: Transaction, limit_s: float) -> None:
+        live = list(self._results.values()) if update.mode == "wait" else []
+        try:
+            await transaction.drain((asyncio.wait([request]) for request in live), limit_s, update)
+        except RefitTimeout:
+            await taker.give_up(update)
+            raise
 
     async def health(self) -> EngineHealth:
         """Whether the engine lives, and at which version."""
@@ -245,7 +270,7 @@ class TransformersGenerator:
             if had_bar:
                 logging.enable_progress_bar()
         self._model = model.to(self.config.device).eval()
-        self._receiver = BucketReceiver(self._model.device, keeps_views=False)
+        self._taker = WeightTaker(self._model)
         self._rng = torch.Generator(device=self._model.device)
         self._rng.manual_seed(self.config.seed)
 
@@ -255,13 +280,10 @@ class TransformersGenerator:
         seed = request.sampling.seed
         return None if seed is None else torch.Generator(device=self._model.device).manual_seed(seed)
 
-    def _held(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
-
-    def _joined(self) -> BucketReceiver:
-        if self._receiver is None:
+    def _joined(self) -> WeightTaker:
+        if self._taker is None:
             raise EngineDead("the engine is not running: call start() first")
-        return self._receiver
+        return self._taker
 
     def _check_running(self) -> None:
         if self._server is None or self._server.done():

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from dockyard_core.refit import RefitUpdate
-from dockyard_inference.refit.receiver import BucketReceiver, LoadCounter
+from dockyard_inference.refit.load_counter import LoadCounter
+
+if TYPE_CHECKING:
+    import torch
+
+    Buckets = Iterable[list[tuple[str, torch.Tensor]]]
 
 
-def load_buckets(model: Any, receiver: BucketReceiver, update: RefitUpdate) -> LoadCounter:
-    """Take an update's buckets into the model and attest the load; returns what was loaded.
+def load_buckets(model: Any, buckets: Buckets, update: RefitUpdate, seconds: dict[str, float]) -> LoadCounter:
+    """Copy an update's buckets into the model; returns what was loaded.
 
     Raises:
-        RefitError: see ``BucketReceiver.receive`` and ``BucketReceiver.attesting``.
+        RefitError: of the buckets, see ``BucketReceiver.receive``; or a layer took another number of elements.
     """
     import torch
 
     counter, parameters = LoadCounter(), dict(model.named_parameters())
-    with receiver.attesting(update), torch.no_grad():
-        for tensors in receiver.receive(update):
+    with torch.no_grad():
+        for tensors in buckets:
             started = time.perf_counter()
             for name, tensor in tensors:
                 parameters[name].copy_(tensor)
             counter.add(tensors)
-            receiver.seconds["load"] += time.perf_counter() - started
-        counter.check(update)
+            seconds["load"] += time.perf_counter() - started
+    counter.check(update)
     return counter
 
 

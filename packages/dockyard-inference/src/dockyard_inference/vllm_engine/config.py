@@ -26,6 +26,9 @@ class VllmConfig(BaseModel):
     kv_cache_gib: float = Field(default=1.0, gt=0)
     """Memory for cached keys and values, GiB per worker."""
     tensor_parallel_size: int = Field(default=1, ge=1)
+    """Workers that share each layer."""
+    pipeline_parallel_size: int = Field(default=1, ge=1)
+    """Workers, or groups of them, that have some layers each."""
     enforce_eager: bool = True
     """False lets vLLM compile and capture graphs: slower start, faster steps on a GPU."""
     enable_prefix_caching: bool = True
@@ -54,4 +57,4 @@ class VllmConfig(BaseModel):
     @property
     def num_workers(self) -> int:
         """Ranks that the engine takes in a refit group."""
-        return self.tensor_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from dockyard_core.errors import EngineDead, GeneratorError, RefitError, RefitTimeout, WeightMismatch
+from dockyard_core.errors import EngineDead, GeneratorError, RefitCalledOff, RefitError, RefitTimeout, WeightMismatch
 
-_KINDS: dict[str, type[RefitError]] = {kind.__name__: kind for kind in (WeightMismatch, RefitTimeout, RefitError)}
+_KINDS: dict[str, type[RefitError]] = {
+    kind.__name__: kind for kind in (WeightMismatch, RefitTimeout, RefitError, RefitCalledOff)
+}
 """The most telling kind first: a rank that refused explains the ranks that were called off."""
 
 

@@ -7,18 +7,18 @@ import gc
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from dockyard_core.errors import EngineBusy, EngineDead, GeneratorError, RefitTimeout, WeightMismatch
-from dockyard_core.generator import Completion, EngineHealth, GenerateRequest, PauseMode
-from dockyard_core.refit import RefitEndpoint, RefitReport, RefitUpdate
-from dockyard_inference.fence import Fence, Transaction
+from dockyard_core.errors import EngineBusy, EngineDead, GeneratorError, RefitError, RefitTimeout
+from dockyard_core.generator import Completion, EngineHealth, GenerateRequest
+from dockyard_core.refit import PauseMode, RefitEndpoint, RefitReport, RefitUpdate
+from dockyard_inference.fence import Fence, Transaction, unable_to_drain
 from dockyard_inference.vllm_engine.config import VllmConfig
-from dockyard_inference.vllm_engine.errors import engine_errors, raise_failure
+from dockyard_inference.vllm_engine.errors import engine_errors
 from dockyard_inference.vllm_engine.launch import engine_pids, start_engine, stop_engine
 from dockyard_inference.vllm_engine.requests import rollout_params, score_params, to_completion
+from dockyard_inference.vllm_engine.weight_session import WeightSession, slowest
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -37,12 +37,11 @@ class VllmGenerator:
         self._engine: AsyncLLM | None = None
         self._fence = Fence()
         self._version, self._incarnation = config.policy_version, config.incarnation
-        self._live: set[str] = set()
+        self._live: dict[str, asyncio.Event] = {}
+        """Request id -> set when the request ends."""
         self._num_scores = 0
         self._is_paused = False
-        self._is_loading = False
-        """vLLM's weight-update session is open, or was when it stopped answering."""
-        self._asked = ""
+        self._session: WeightSession | None = None
 
     @property
     def version(self) -> int:
@@ -76,9 +75,10 @@ class VllmGenerator:
     def _launch(self) -> None:
         # No reference to the engine may stay in the thread's future: see shutdown.
         self._engine = start_engine(self.config)
+        self._session = WeightSession(self._engine)
 
     def _halt(self) -> None:
-        engine, self._engine = self._engine, None
+        engine, self._engine, self._session = self._engine, None, None
         if engine is not None:
             stop_engine(engine)
 
@@ -138,7 +138,7 @@ class VllmGenerator:
     async def connect_refit(self, endpoint: RefitEndpoint) -> None:
         """Join the sender's group with every worker; the sender's ``connect`` must run meanwhile."""
         async with self._on_time(endpoint.timeout_s, -1):
-            raise_failure(await self._rpc("dockyard_connect", asdict(endpoint)), -1, self._version)
+            await self._linked().connect(endpoint, self._version)
 
     async def refit(self, update: RefitUpdate) -> RefitReport:
         """Take the announced weights in one transaction; see ``Generator.refit``.
@@ -159,25 +159,64 @@ class VllmGenerator:
                 await self._abort_live()
 
     async def _refit(self, update: RefitUpdate, transaction: Transaction) -> RefitReport:
-        started, info = time.perf_counter(), asdict(update) | {"manifest": [list(spec) for spec in update.manifest]}
-        if self._is_loading:  # before prepare, so that it reports to no update
-            self._is_loading, self._asked = False, "finish_weight_update"
-            with suppress(GeneratorError), engine_errors():
-                await self._running().finish_weight_update()
-        raise_failure(await self._rpc("dockyard_prepare", info), update.policy_version, self._version)
+        started, session = time.perf_counter(), self._linked()
+        with transaction.staging(session.is_staging):
+            unable = unable_to_drain(update, len(self._live), is_paused=self._is_paused)
+            await session.prepare(update, self._version, unable)
         transaction.begin()
-        reports, seconds = await self._transfer(info, update)
-        report = self._attested(reports, update)
+        marks = [time.perf_counter()]
+        await self._drain(update, transaction, update.timeout_s - (marks[0] - started))
+        await session.stop(update)
+        marks.append(time.perf_counter())
+        try:
+            report = slowest(await session.load(update, self._version), update, self._version)
+        except RefitError as error:
+            await self._go_back(update, error, transaction)
+            raise
+        marks.append(time.perf_counter())
+        await session.settle(is_committed=True)
+        await self._commit(update)
+        marks.append(time.perf_counter())
+        await self._go_on()
+        marks.append(time.perf_counter())
         transaction.commit()
-        seconds["total"] = time.perf_counter() - started
+        pause, _, commit, resume = (b - a for a, b in pairwise(marks))
         return RefitReport(
             policy_version=update.policy_version,
             num_tensors=report["num_tensors"],
             num_elements=sum(report["elements_per_layer"].values()),
             num_bytes=report["num_bytes"],
             elements_per_layer=report["elements_per_layer"],
-            seconds=report["seconds"] | seconds,
+            seconds=report["seconds"]
+            | {"pause": pause, "commit": commit, "resume": resume, "total": marks[-1] - started},
         )
+
+    async def _drain(self, update: RefitUpdate, transaction: Transaction, limit_s: float) -> None:
+        live = list(self._live.values()) if update.mode == "wait" else []
+        try:
+            await transaction.drain((ended.wait() for ended in live), limit_s, update)
+        except RefitTimeout:
+            await self._linked().give_up()
+            raise
+
+    async def _commit(self, update: RefitUpdate) -> None:
+        with engine_errors():
+            await self._running().update_weight_version(self._label(update.incarnation, update.policy_version))
+        self._version, self._incarnation = update.policy_version, update.incarnation
+
+    async def _go_on(self) -> None:
+        if not self._is_paused:
+            self._linked().asked = "resume"
+            with engine_errors():
+                await self._running().resume_generation()
+
+    async def _go_back(self, update: RefitUpdate, error: RefitError, transaction: Transaction) -> None:
+        """Serve the version before, if it is in host memory; raises the error that says so then."""
+        gone_back = await self._linked().go_back(update, error, self._version)
+        if gone_back is not None:
+            await self._go_on()
+            transaction.roll_back()
+            raise gone_back from error
 
     async def health(self) -> EngineHealth:
         """Whether the engine lives, and at which version."""
@@ -185,51 +224,6 @@ class VllmGenerator:
         is_alive = engine is not None and not engine.errored
         why = self._fence.reason or ("" if is_alive else "the engine is not running")
         return EngineHealth(is_alive, self._version, len(self._live), why)
-
-    async def _transfer(self, info: dict[str, Any], update: RefitUpdate) -> tuple[list[Any], dict[str, float]]:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        engine, marks = self._running(), [time.perf_counter()]
-        with engine_errors():
-            self._asked = "pause"
-            await engine.pause_generation(mode="keep", clear_cache=True)
-            marks.append(time.perf_counter())
-            self._asked, self._is_loading = "update_weights", True
-            await engine.start_weight_update()
-            try:
-                with engine_errors():
-                    await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
-            except GeneratorError:
-                await engine.finish_weight_update()
-                self._is_loading = False
-                raise
-            self._asked = "finish_weight_update"
-            await engine.finish_weight_update()
-            self._is_loading = False
-            reports = await engine.collective_rpc("dockyard_report")
-            marks.append(time.perf_counter())
-            raise_failure([report["failure"] for report in reports], update.policy_version, self._version)
-            self._attested(reports, update)
-            self._asked = "resume"
-            await engine.update_weight_version(self._label(update.incarnation, update.policy_version))
-            self._version, self._incarnation = update.policy_version, update.incarnation
-            marks.append(time.perf_counter())
-            if not self._is_paused:
-                await engine.resume_generation()
-            marks.append(time.perf_counter())
-        pause, _, commit, resume = (b - a for a, b in pairwise(marks))
-        return reports, {"pause": pause, "commit": commit, "resume": resume}
-
-    def _attested(self, reports: list[Any], update: RefitUpdate) -> dict[str, Any]:
-        """The report of the slowest rank, after checking that all ranks took the same."""
-        for report in reports:
-            if report["num_tensors"] != len(update.manifest):
-                raise WeightMismatch(
-                    f"a worker attests {report['num_tensors']} tensors of {len(update.manifest)}",
-                    wanted_version=update.policy_version,
-                    held_version=self._version,
-                )
-        return dict(max(reports, key=lambda report: sum(report["seconds"].values())))
 
     async def _run(self, prompt: Any, params: Any, request_id: str, priority: int = 0) -> Any:
         with engine_errors():
@@ -244,11 +238,11 @@ class VllmGenerator:
         await self._fence.passed()
         if request_id in self._live:
             raise GeneratorError(f"request_id must be unique among live requests, {request_id} is not")
-        self._live.add(request_id)
+        self._live[request_id] = asyncio.Event()
         try:
             yield
         finally:
-            self._live.discard(request_id)
+            self._live.pop(request_id).set()
 
     @asynccontextmanager
     async def _answered(self, what: str, limit_s: float | None) -> AsyncIterator[None]:
@@ -267,7 +261,7 @@ class VllmGenerator:
                 yield
         except TimeoutError as error:
             raise RefitTimeout(
-                f"{self._name()} is late: no answer to {self._asked} within {limit_s} s",
+                f"{self._name()} is late: no answer to {self._linked().asked} within {limit_s} s",
                 wanted_version=version,
                 held_version=self._version,
             ) from error
@@ -283,15 +277,15 @@ class VllmGenerator:
     def _name(self) -> str:
         return f"the engine {', '.join(f'process {pid}' for pid in engine_pids(self._running()))} ({self.config.model})"
 
-    async def _rpc(self, method: str, argument: dict[str, Any]) -> list[Any]:
-        self._asked = method
-        with engine_errors():
-            return list(await self._running().collective_rpc(method, args=(argument,)))
-
     def _running(self) -> AsyncLLM:
         if self._engine is None:
             raise EngineDead("the engine is not running: call start() first")
         return self._engine
+
+    def _linked(self) -> WeightSession:
+        if self._session is None:
+            raise EngineDead("the engine is not running: call start() first")
+        return self._session
 
     def _salt(self) -> str:
         return self._label(self._incarnation, self._version)

