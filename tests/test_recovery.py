@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from running_app import SMALL, RunningApp, rows
+from sglang_environment import sglang_python
 
 from dockyard_core.data import TaskSampler
 from dockyard_core.loop import recount, surviving
@@ -79,6 +80,18 @@ def test_the_process_of_a_vllm_engine_dies_and_is_replaced(tmp_path: Path) -> No
     assert seen["engine_lost"] == seen["engine_restarted"] == 1
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", ["sglang::scheduler", "-m sglang.launch_server"])
+def test_the_server_of_an_sglang_engine_dies_and_is_replaced(tmp_path: Path, victim: str) -> None:
+    run_dir = tmp_path / "run"
+    engine = ["generation.backend=sglang", f"generation.sglang.python={sglang_python()}"]
+    app = RunningApp(run_dir, *LIVELY, *engine)
+    app.wait_for_step(2)
+    os.kill(app.pids_of(victim)[0], signal.SIGKILL)
+    seen = kinds(check_nothing_was_lost(run_dir, app))
+    assert seen["engine_lost"] == seen["engine_restarted"] == 1
+
+
 def kill_during(run_dir: Path, where: str, victim: str, *overrides: str) -> RunningApp:
     """The app, with a death planted before the fourth call of one of the driver's functions."""
     point = json.dumps({"where": f"dockyard_grpo.{where}", "when": "before", "number": 4, "victim": victim})
@@ -99,6 +112,17 @@ def test_an_engine_that_dies_during_a_refit_is_left_behind_and_catches_up(tmp_pa
     survivor = {"engine-0", "engine-1"} - {events[lost]["engine"]}
     versions = [e["policy_version"] for e in events if e["event"] == "attested" and {e["engine"]} == survivor]
     assert versions == sorted(set(versions))  # whoever attested a version is not sent it again
+
+
+@pytest.mark.nightly
+def test_the_process_of_a_vllm_engine_dies_during_a_refit_and_is_replaced(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    where = "refit:RefitCoordinator._transfer"
+    app = kill_during(run_dir, where, "VLLM::EngineCore", "generation.backend=vllm", "refit.timeout_s=10")
+    seen = kinds(check_nothing_was_lost(run_dir, app))
+    assert seen["engine_lost"] == seen["engine_restarted"] == 1
+    assert seen["refit_failed"] >= 1
+    assert seen["restored"] == 0
 
 
 def test_a_trainer_that_dies_during_a_refit_takes_the_run_back(tmp_path: Path) -> None:

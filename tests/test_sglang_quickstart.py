@@ -30,7 +30,7 @@ def wait_until_empty(folder: Path) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.nightly
+@pytest.mark.ci
 def test_five_steps_hold_the_trainers_weights(tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     app = RunningApp(

@@ -1,7 +1,4 @@
-"""``dockyard-refit push`` into real servers: afterwards they serve the pushed weights, and nothing else.
-
-SGLang runs where ``DOCKYARD_SGLANG_PYTHON`` names an interpreter that has it.
-"""
+"""``dockyard-refit push`` into real servers: afterwards they serve the pushed weights, and nothing else."""
 
 from __future__ import annotations
 
@@ -20,10 +17,11 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from sglang_environment import sglang_python
 
 from dockyard_inference.push.cli import main
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 START_S, NUM_TOKENS = 300.0, 24
 PROMPTS = [[5, 9, 31, 7], [40, 41, 42], [17] * 6, [3, 60, 2, 8, 20]]
 ATTESTED = [
@@ -148,6 +146,7 @@ def tied(make_model: Callable[..., Path]) -> Path:
     return make_model("qwen2", is_tied=True)
 
 
+@pytest.mark.nightly
 def test_vllm_takes_attested_pushes(tied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("vllm")
     with running(vllm(tied, *ATTESTED), tmp_path / "log", "/health", VLLM_SERVER_DEV_MODE="1") as url:
@@ -188,6 +187,7 @@ def variant_of_another_shape(directory: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.nightly
 def test_a_plain_vllm_reads_the_directory(
     make_model: Callable[..., Path], tied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,12 +207,11 @@ def test_a_plain_vllm_reads_the_directory(
         assert server.greedy() == expected(pushed)
 
 
+@pytest.mark.ci
 def test_sglang_reads_the_directory_or_is_sent_the_bytes(
     tied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    python = os.environ.get("DOCKYARD_SGLANG_PYTHON")
-    if not python:
-        pytest.skip("DOCKYARD_SGLANG_PYTHON is not set: python tools/sglang_env.py VENV makes an environment")
+    python = str(sglang_python())
     sizes = [
         "--dtype",
         "float32",

@@ -1,4 +1,4 @@
-"""A sender and a rank in processes of their own, killed in the middle of an update."""
+"""A sender and ranks in processes of their own, killed or stopped in the middle of an update."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from dockyard_core.errors import RefitError
+from dockyard_core.errors import RefitError, RefitTimeout
 from dockyard_core.policy import WeightChunk, WeightSink
 from dockyard_core.refit import RefitEndpoint, RefitUpdate, TensorSpec
 from dockyard_inference import RefitSender
@@ -131,6 +133,66 @@ def test_a_rank_that_is_killed_is_named_long_before_the_deadline(
         sender.send(stream, UPDATE)
     assert time.monotonic() - started < UPDATE.timeout_s / 2
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_is_stopped_is_named_at_the_deadline(
+    transport: str, tmp_path: Path, spawn: Callable[..., subprocess.Popen[str]]
+) -> None:
+    sender = RefitSender("127.0.0.1", 0, 2, transport=transport, directory=tmp_path)  # type: ignore[arg-type]
+    process = spawn(RANK, str(sender.port), "1", "2")
+    sender.connect()
+
+    def stream(sink: WeightSink) -> None:
+        for index, spec in enumerate(MANIFEST):
+            if index == 2:
+                assert _said(process) == "in the middle"
+                process.send_signal(signal.SIGSTOP)
+            sink(WeightChunk(spec.name, spec.shape, (0,), torch.ones(spec.shape)))
+
+    # Its own deadline is longer: only the sender can find it late.
+    with pytest.raises(RefitTimeout, match="rank 1"):
+        sender.send(stream, replace(UPDATE, timeout_s=3.0))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_are_left_learn_it_at_once_while_the_failure_is_kept(
+    transport: str, tmp_path: Path, spawn: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """A traceback keeps frames alive; none may hold what another rank waits at."""
+    sender = RefitSender("127.0.0.1", 0, 3, transport=transport, directory=tmp_path)  # type: ignore[arg-type]
+    process = spawn(RANK, str(sender.port), "1", "3")
+    ended: list[float] = []
+
+    def survive() -> None:
+        receiver = BucketReceiver(torch.device("cpu"))
+        receiver.connect(sender.endpoint(), 2)
+        receiver.prepare(UPDATE, HELD)
+        with suppress(RefitError), receiver.attesting(UPDATE):
+            for _ in receiver.receive(UPDATE):
+                pass
+        ended.append(time.monotonic())
+        receiver.close()
+
+    survivor = threading.Thread(target=survive)
+    survivor.start()
+    sender.connect()
+
+    def stream(sink: WeightSink) -> None:
+        for index, spec in enumerate(MANIFEST):
+            if index == 2:
+                assert _said(process) == "in the middle"
+                process.kill()
+                process.wait()
+            sink(WeightChunk(spec.name, spec.shape, (0,), torch.ones(spec.shape)))
+
+    with pytest.raises(RefitError, match="rank 1 is gone: its process has ended") as kept:
+        sender.send(stream, UPDATE)
+    failed = time.monotonic()
+    survivor.join(2 * UPDATE.timeout_s)
+    assert ended[0] - failed < UPDATE.timeout_s / 2
+    assert kept.value is not None
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

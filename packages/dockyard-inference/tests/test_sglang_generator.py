@@ -29,7 +29,7 @@ def config_of(model: Path, **changes: Any) -> SglangConfig:
     return SglangConfig.model_validate(values | changes)
 
 
-@pytest.mark.nightly
+@pytest.mark.ci
 class TestTiedQwen2(GeneratorContract):
     @pytest.fixture(scope="class")
     @classmethod

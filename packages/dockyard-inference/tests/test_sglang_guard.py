@@ -91,6 +91,37 @@ def test_every_process_and_folder_goes(tmp_path: Path, owner: subprocess.Popen[b
     until(lambda: not (is_alive(server) or is_alive(child) or folder.exists()))
 
 
+SHARED = """
+import mmap, multiprocessing, os, sys, time
+lock = multiprocessing.get_context("spawn").Lock()
+files = [open(f"/dev/shm/sglang_loads_{name}", "w+b") for name in sys.argv[2:]]
+[file.truncate(4096) for file in files]
+maps = [mmap.mmap(file.fileno(), 4096) for file in files[:1]]
+open(sys.argv[1], "w").write(f"{os.getpid()} {lock._semlock.name}\\n")
+time.sleep(600)
+"""
+"""A server that maps the first of two files, and has a semaphore whose tracker is killed with it."""
+
+
+def test_shared_memory_of_the_server_goes_and_no_other(tmp_path: Path, owner: subprocess.Popen[bytes]) -> None:
+    ours, other = (Path(f"/dev/shm/sglang_loads_{tmp_path.parent.name}-{name}") for name in ("ours", "other"))
+    words = (name.name.removeprefix("sglang_loads_") for name in (ours, other))
+    said = tmp_path / "said"
+    try:
+        with start(owner, tmp_path / "none", sys.executable, "-c", SHARED, str(said), *words) as guarding:
+            until(lambda: said.exists() and said.read_text().endswith("\n"))
+            pid, semaphore = said.read_text().split()
+            assert Path(f"/dev/shm/sem.{semaphore.removeprefix('/')}").exists()
+            time.sleep(2.5)  # the guard has looked since
+            os.kill(int(pid), signal.SIGKILL)
+            assert guarding.wait(60) == 137
+        until(lambda: not (ours.exists() or Path(f"/dev/shm/sem.{semaphore.removeprefix('/')}").exists()))
+        assert other.exists()
+    finally:
+        ours.unlink(missing_ok=True)
+        other.unlink(missing_ok=True)
+
+
 def test_without_its_inner_process_the_server_dies_as_well(tmp_path: Path, owner: subprocess.Popen[bytes]) -> None:
     with start(owner, tmp_path / "none", *tree(tmp_path)) as guarding:
         server, child = pids(tmp_path)

@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from process_tree import descendants, until_gone
 
 from dockyard_core.errors import EngineDead
 from dockyard_core.generator import Completion, GenerateRequest, SamplingParams
@@ -22,34 +22,10 @@ pytest.importorskip("vllm")
 pytestmark = pytest.mark.ci
 
 
-def _children(pid: int) -> set[int]:
-    """All descendants of a process."""
-    found: set[int] = set()
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found |= {child} | _children(child)
-    return found
-
-
 def _engine_processes(before: set[int]) -> set[int]:
     """Children since ``before``, without Python's own tracker, which lives as long as this process."""
-    new = _children(os.getpid()) - before
+    new = descendants(os.getpid()) - before
     return {pid for pid in new if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()}
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
-
-
-def _await_end(pids: set[int], timeout_s: float = 60.0) -> set[int]:
-    deadline = time.monotonic() + timeout_s
-    while (alive := {pid for pid in pids if _is_alive(pid)}) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return alive
 
 
 def _config(model: Path) -> VllmConfig:
@@ -92,18 +68,18 @@ def test_an_engine_dies_with_an_owner_that_is_killed(make_model: Callable[..., P
         try:
             assert owner.stdout is not None
             assert owner.stdout.readline().strip() == "ready"
-            engine = _children(owner.pid)
+            engine = descendants(owner.pid)
             assert engine
         finally:
             owner.kill()
-    left = _await_end(engine)
+    left = until_gone(engine)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left
 
 
 def test_a_killed_engine_is_reported_and_shutdown_leaves_nothing(make_model: Callable[..., Path]) -> None:
-    before = _children(os.getpid())
+    before = descendants(os.getpid())
 
     async def work() -> set[int]:
         generator = VllmGenerator(_config(make_model("qwen2", is_tied=True)))
@@ -121,11 +97,11 @@ def test_a_killed_engine_is_reported_and_shutdown_leaves_nothing(make_model: Cal
         await generator.shutdown()
         return engine
 
-    assert not _await_end(asyncio.run(work()))
+    assert not until_gone(asyncio.run(work()))
 
 
 def test_a_shutdown_returns_live_requests_and_leaves_no_process(make_model: Callable[..., Path]) -> None:
-    before = _children(os.getpid())
+    before = descendants(os.getpid())
 
     async def work() -> tuple[Completion, set[int]]:
         generator = VllmGenerator(_config(make_model("qwen2", is_tied=True)))
@@ -140,4 +116,4 @@ def test_a_shutdown_returns_live_requests_and_leaves_no_process(make_model: Call
     completion, engine = asyncio.run(work())
     assert completion.finish_reason == "abort"
     assert engine
-    assert not _await_end(engine)
+    assert not until_gone(engine)

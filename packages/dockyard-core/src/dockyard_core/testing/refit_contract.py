@@ -10,6 +10,7 @@ from dockyard_core.errors import GeneratorError, RefitTimeout, WeightMismatch
 from dockyard_core.generator import Completion
 from dockyard_core.refit import TensorSpec, elements_per_layer
 from dockyard_core.testing.generator_checks import (
+    SETTLE_S,
     GeneratorChecks,
     GeneratorHarness,
     assert_close,
@@ -24,24 +25,10 @@ class RefitContract(GeneratorChecks):
     """Laws of ``Generator.refit``."""
 
     def test_live_requests_end_when_a_refit_fails(self, harness: GeneratorHarness) -> None:
-        update = self._update(harness, harness.make_version(), bucket_bytes=10_000)
+        self._check_that_requests_end(harness, comes_in_a_pause=False)
 
-        async def work() -> object:
-            live = request("broken", (3, 4, 5), max_new_tokens=harness.max_model_len - 3)
-            task = asyncio.create_task(harness.generator.generate(live))
-            await until_running(harness.generator, 1)
-            await harness.generator.pause("keep")
-            await self._both_fail(harness, update, is_corrupt=True)
-            [answer] = await asyncio.wait_for(outcomes(task), 30.0)
-            await self._refit(harness, update)
-            await harness.generator.resume()
-            return answer
-
-        answer = harness.run(work())
-        if isinstance(answer, Completion):
-            self._assert_exact(harness, (3, 4, 5), answer)
-        else:
-            assert isinstance(answer, GeneratorError), answer
+    def test_requests_that_came_in_a_pause_end_when_a_refit_fails(self, harness: GeneratorHarness) -> None:
+        self._check_that_requests_end(harness, comes_in_a_pause=True)
 
     def test_a_refit_changes_the_version_and_what_is_sampled(self, harness: GeneratorHarness) -> None:
         tokens = tuple(range(3, 20))
@@ -119,3 +106,25 @@ class RefitContract(GeneratorChecks):
         generator = harness.generator
         work = generator.generate(request("fenced", (3, 4))), generator.score((3, 4, 5)), generator.resume()
         assert all(isinstance(answer, GeneratorError) for answer in harness.run(outcomes(*work)))
+
+    def _check_that_requests_end(self, harness: GeneratorHarness, *, comes_in_a_pause: bool) -> None:
+        update = self._update(harness, harness.make_version(), bucket_bytes=10_000)
+
+        async def work() -> object:
+            if comes_in_a_pause:
+                await harness.generator.pause("keep")
+            live = request("broken", (3, 4, 5), max_new_tokens=harness.max_model_len - 3)
+            task = asyncio.create_task(harness.generator.generate(live))
+            await until_running(harness.generator, 1)
+            await harness.generator.pause("keep")
+            await self._both_fail(harness, update, is_corrupt=True)
+            [answer] = await asyncio.wait_for(outcomes(task), SETTLE_S)
+            await self._refit(harness, update)
+            await harness.generator.resume()
+            return answer
+
+        answer = harness.run(work())
+        if isinstance(answer, Completion):
+            self._assert_exact(harness, (3, 4, 5), answer)
+        else:
+            assert isinstance(answer, GeneratorError), answer

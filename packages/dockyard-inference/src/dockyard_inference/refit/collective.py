@@ -45,6 +45,8 @@ class _Broadcasts:
             if work is not None:
                 work.wait(timedelta(seconds=deadline.left_s))
         except RuntimeError as error:
+            # The traceback keeps this frame, and the work would keep the connections to ranks that still wait.
+            del work
             raise WireError(str(error)) from error
 
     @property

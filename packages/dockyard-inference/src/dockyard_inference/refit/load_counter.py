@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING
 
 from dockyard_core.errors import WeightMismatch
-from dockyard_core.refit import RefitUpdate, elements_per_layer, layer_of
+from dockyard_core.refit import RefitReport, RefitUpdate, elements_per_layer, layer_of
 
 if TYPE_CHECKING:
     import torch
@@ -37,3 +38,14 @@ class LoadCounter:
                 f"layers {', '.join(layers[:4])} took another number of elements than was sent",
                 wanted_version=update.policy_version,
             )
+
+    def report(self, update: RefitUpdate, seconds: Mapping[str, float]) -> RefitReport:
+        """What an engine attests that has loaded all of this."""
+        return RefitReport(
+            policy_version=update.policy_version,
+            num_tensors=self.num_tensors,
+            num_elements=sum(self.per_layer.values()),
+            num_bytes=self.num_bytes,
+            elements_per_layer=dict(self.per_layer),
+            seconds=seconds,
+        )

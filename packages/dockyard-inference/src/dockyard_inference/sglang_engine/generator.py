@@ -19,6 +19,7 @@ from dockyard_inference.sglang_engine.config import SglangConfig
 from dockyard_inference.sglang_engine.loading import WeightLoader
 from dockyard_inference.sglang_engine.model_facts import read_facts
 from dockyard_inference.sglang_engine.requests import (
+    NOTHING_SAMPLED,
     extended,
     is_stopped_by_model,
     label_payload,
@@ -36,6 +37,8 @@ from dockyard_inference.sglang_engine.startup import allow_connections, await_se
 
 _ABORT_S = 10.0
 _ABORT_AGAIN_S = 0.02
+_UNREACHED_S = 1.0
+"""A request that answers no abort for so long is one that no abort reaches."""
 _FRESH_S = 1.0
 """An answer this young proves that the server lives."""
 
@@ -67,8 +70,7 @@ class SglangGenerator:
         Raises:
             GeneratorError: it did not start; the message has its last lines.
         """
-        config = self.config
-        if config.python is not None:
+        if (config := self.config).python is not None:
             check_interpreter(config.python)
         allow_connections()
         facts = await asyncio.to_thread(read_facts, config.model)
@@ -124,7 +126,8 @@ class SglangGenerator:
             while whole is None or (is_stopped_by_model(whole, request) and len(whole.token_ids) < limit):
                 done = () if whole is None else whole.token_ids
                 payload = rollout_payload((*prompt, *done), sampling, limit - len(done), self._label())
-                whole = extended(whole, to_completion(await session.client.generate(payload, live.new_rid)))
+                reply = await live.unless_given_up(session.client.generate(payload, live.new_rid))
+                whole = extended(whole, NOTHING_SAMPLED if reply is None else to_completion(reply))
         return replace(whole, finish_reason="length") if is_stopped_by_model(whole, request) else whole
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
@@ -135,7 +138,10 @@ class SglangGenerator:
             return ()
         self._num_scores += 1
         async with self._admitted(f"score-{self._num_scores}", token_ids) as (session, live):
-            reply = await session.client.generate(score_payload(token_ids, self._label()), live.new_rid)
+            payload = score_payload(token_ids, self._label())
+            reply = await live.unless_given_up(session.client.generate(payload, live.new_rid))
+        if reply is None:
+            raise GeneratorError(f"score-{self._num_scores} was aborted")
         return to_scores(reply, len(token_ids))
 
     async def pause(self, mode: PauseMode = "keep") -> None:
@@ -173,13 +179,11 @@ class SglangGenerator:
     async def refit(self, update: RefitUpdate) -> RefitReport:
         """Take the announced weights in one transaction; see ``Generator.refit``.
 
-        The server samples with the weights it holds until the new ones are whole and verified. A manifest
-        that this or another engine refused changes nothing. After any later failure the engine is fenced
-        until another refit succeeds, and its live requests return with ``finish_reason="abort"``.
+        The server samples until the new weights are whole and verified. A refused manifest changes nothing; after
+        a later failure the engine is fenced until another refit succeeds, and live requests return as aborted.
         """
-        what = f"refit to policy version {update.policy_version}"
         try:
-            async with self._fence.transaction(what) as transaction:
+            async with self._fence.transaction(f"refit to policy version {update.policy_version}") as transaction:
                 return await self._refit(update, transaction)
         finally:
             if self._fence.reason:
@@ -202,7 +206,7 @@ class SglangGenerator:
                 loading = time.perf_counter()
                 await loader.load(update, self._version)
         except RefitError as error:
-            await self._go_back(loader, update, error, transaction)
+            await self._go_back(update, error, transaction)
             raise
         self._version, self._incarnation = update.policy_version, update.incarnation
         committed = time.perf_counter()
@@ -211,14 +215,7 @@ class SglangGenerator:
         transaction.commit()
         ended = time.perf_counter()
         stages = {"pause": loading - paused, "resume": ended - committed, "total": ended - started}
-        return RefitReport(
-            policy_version=update.policy_version,
-            num_tensors=counter.num_tensors,
-            num_elements=sum(counter.per_layer.values()),
-            num_bytes=counter.num_bytes,
-            elements_per_layer=dict(counter.per_layer),
-            seconds=loader.seconds | stages,
-        )
+        return counter.report(update, loader.seconds | stages)
 
     async def _stop(self, loader: WeightLoader, update: RefitUpdate, transaction: Transaction, limit_s: float) -> None:
         """Stop sampling, and do with the live requests what the update's mode says."""
@@ -228,10 +225,9 @@ class SglangGenerator:
         if update.mode == "abort":
             await self._abort_live()
 
-    async def _go_back(
-        self, loader: WeightLoader, update: RefitUpdate, error: RefitError, transaction: Transaction
-    ) -> None:
+    async def _go_back(self, update: RefitUpdate, error: RefitError, transaction: Transaction) -> None:
         """Serve the version before, if it was staged; raises the error that says so then."""
+        loader = self._running().loader
         # What a server that is late does, nobody knows.
         is_open = transaction.has_begun and not isinstance(error, RefitTimeout)
         if is_open and await loader.go_back(update, self._label(), self._version):
@@ -277,6 +273,7 @@ class SglangGenerator:
 
     async def _abort_live(self) -> None:
         """Return live requests partial; asks again, since one may still be on its way to the server."""
+        started = time.monotonic()
         with suppress(TimeoutError):
             async with asyncio.timeout(_ABORT_S):
                 while self._live and (session := self._session) is not None and session.server.is_running:
@@ -284,6 +281,9 @@ class SglangGenerator:
                     rids = [None] if is_ours else [live.rid for live in self._live.values()]
                     await asyncio.gather(*(self._abort(session, rid) for rid in rids))
                     await asyncio.sleep(_ABORT_AGAIN_S)
+                    if time.monotonic() - started > _UNREACHED_S:
+                        for live in self._live.values():
+                            live.given_up.set()
 
     async def _abort(self, session: Session, rid: str | None) -> None:
         with suppress(GeneratorError):  # a server that is gone has nothing to abort

@@ -7,7 +7,8 @@ Started by path, with whatever interpreter, so it needs nothing but the standard
 The first line of its standard input is the command's environment, a JSON object; the guard needs none, and
 so is not found by those who look for processes by a mark in it. It ends when its input is closed, when
 the owner is gone, or when the command ends. Then it kills every process that descends from the command,
-and removes the folders. Without a command it only watches over the folders.
+and removes the folders, and what SGLang and multiprocessing would leave in shared memory. Without a
+command it only watches over the folders.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ import sys
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_SHARED_MEMORY = Path("/dev/shm")
+_LEFT_BEHIND = ("sglang_loads_", "sem.mp-")
+"""Names of what a killed server does not unlink: the scheduler's load, multiprocessing's semaphores."""
+_LOOK_MS = 2000
 
 
 def _prctl(option: int, value: int) -> None:
@@ -33,7 +38,8 @@ def _die_with_guard() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _wait_for_an_end(pids: list[int], server: subprocess.Popen[bytes] | None) -> None:
+def _wait_for_an_end(pids: list[int], server: subprocess.Popen[bytes] | None, mapped: set[int]) -> None:
+    """Meanwhile add to ``mapped``: the dead map nothing."""
     try:
         watched = [os.pidfd_open(pid) for pid in pids]
     except ProcessLookupError:
@@ -43,14 +49,48 @@ def _wait_for_an_end(pids: list[int], server: subprocess.Popen[bytes] | None) ->
         watched.append(os.pidfd_open(server.pid))
     for descriptor in (0, *watched):
         poll.register(descriptor, select.POLLIN | select.POLLHUP)
-    poll.poll()
+    while not poll.poll(_LOOK_MS):
+        mapped |= _shared_inodes(_descendants())
+    mapped |= _shared_inodes(_descendants())
 
 
-def _children() -> list[int]:
+def _children(pid: int | str = "self") -> list[int]:
     found: list[int] = []
-    for listing in Path("/proc/self/task").glob("*/children"):
-        found += map(int, listing.read_text().split())
+    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += map(int, listing.read_text().split())
+        except OSError:  # it has ended
+            continue
     return found
+
+
+def _descendants() -> list[int]:
+    found = _children()
+    for pid in found:  # which grows
+        found += _children(pid)
+    return found
+
+
+def _shared_inodes(pids: list[int]) -> set[int]:
+    """Of what these processes map of the shared memory; a semaphore is mapped under a name that it had before."""
+    inodes: set[int] = set()
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        except OSError:
+            continue
+        inodes |= {int(line.split()[4]) for line in lines if f" {_SHARED_MEMORY}/" in line}
+    return inodes
+
+
+def _unlink_shared(inodes: set[int]) -> None:
+    for prefix in _LEFT_BEHIND:
+        for path in _SHARED_MEMORY.glob(f"{prefix}*"):
+            try:
+                if path.stat().st_ino in inodes:
+                    path.unlink()
+            except OSError:  # others remove theirs meanwhile
+                continue
 
 
 def _end_children() -> None:
@@ -91,15 +131,17 @@ def main(words: list[str]) -> int:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     code = 0
     server = None
+    mapped: set[int] = set()
     try:
         environment = _read_environment()
         if command and environment is not None:
             # This process has one thread, so the signal comes when it dies, not earlier.
             server = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, preexec_fn=_die_with_guard)
-        _wait_for_an_end([owner_pid, outer], server)
+        _wait_for_an_end([owner_pid, outer], server, mapped)
         code = (server.poll() or 0) if server is not None else 0
     finally:
         _end_children()
+        _unlink_shared(mapped)
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
     return code if code >= 0 else 128 - code

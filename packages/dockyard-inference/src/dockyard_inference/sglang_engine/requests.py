@@ -21,6 +21,7 @@ _NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _ROLLOUT, _SCORE = 0, 1
 """Priorities; the higher goes first. A probe of a few tokens that a refit's caller waits for must not
 queue behind hundreds of rollouts."""
+NOTHING_SAMPLED = Completion(token_ids=(), logprobs=(), version_spans=(), finish_reason="abort")
 _FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 

@@ -153,14 +153,7 @@ class TransformersGenerator:
                     self._abort_all()
         self._work.set()
         ended = time.perf_counter()
-        return RefitReport(
-            policy_version=update.policy_version,
-            num_tensors=counter.num_tensors,
-            num_elements=sum(counter.per_layer.values()),
-            num_bytes=counter.num_bytes,
-            elements_per_layer=dict(counter.per_layer),
-            seconds={**taker.seconds, "pause": loading - stopped, "total": ended - started},
-        )
+        return counter.report(update, {**taker.seconds, "pause": loading - stopped, "total": ended - started})
 
     async def _load_update(self, update: RefitUpdate, taker: WeightTaker, transaction: Transaction) -> LoadCounter:
         """Between two tokens: new weights, or what was there before, or a fenced engine."""

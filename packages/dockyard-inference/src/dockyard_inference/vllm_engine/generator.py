@@ -16,7 +16,7 @@ from dockyard_core.refit import PauseMode, RefitEndpoint, RefitReport, RefitUpda
 from dockyard_inference.fence import Fence, Transaction, unable_to_drain
 from dockyard_inference.vllm_engine.config import VllmConfig
 from dockyard_inference.vllm_engine.errors import engine_errors
-from dockyard_inference.vllm_engine.launch import engine_pids, start_engine, stop_engine
+from dockyard_inference.vllm_engine.launch import engine_pids, start_engine, stop_engine, watching
 from dockyard_inference.vllm_engine.requests import rollout_params, score_params, to_completion
 from dockyard_inference.vllm_engine.weight_session import WeightSession, slowest
 
@@ -254,14 +254,20 @@ class VllmGenerator:
 
     @asynccontextmanager
     async def _on_time(self, timeout_s: float, version: int) -> AsyncIterator[None]:
-        """RefitTimeout, naming the engine and the call, if the engine's process does not answer."""
-        limit_s = timeout_s + self.config.answer_timeout_s
+        """RefitTimeout naming engine and call if its process does not answer; EngineDead if it ended in a call.
+
+        vLLM itself never answers that call then.
+        """
+        limit_s, name, gone = timeout_s + self.config.answer_timeout_s, self._name(), list[int]()
         try:
-            async with asyncio.timeout(limit_s):
-                yield
+            async with asyncio.timeout(limit_s) as limit:
+                with watching(engine_pids(self._running()), gone, lambda: limit.reschedule(0.0)):
+                    yield
         except TimeoutError as error:
+            if gone:
+                raise EngineDead(f"{name} has ended: restart the engine") from error
             raise RefitTimeout(
-                f"{self._name()} is late: no answer to {self._linked().asked} within {limit_s} s",
+                f"{name} is late: no answer to {self._linked().asked} within {limit_s} s",
                 wanted_version=version,
                 held_version=self._version,
             ) from error

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,32 @@ def _check_platform(config: VllmConfig) -> None:
 def engine_pids(engine: AsyncLLM) -> list[int]:
     """The processes of the engine's core."""
     return [process.pid for process in _processes(engine)]
+
+
+@contextmanager
+def watching(pids: Sequence[int], gone: list[int], tell: Callable[[], object]) -> Iterator[None]:
+    """Add to ``gone`` each process that ends meanwhile, and ``tell`` it on the running loop."""
+    loop, watched = asyncio.get_running_loop(), dict[int, int]()
+
+    def note(pid: int) -> None:
+        loop.remove_reader(watched[pid])
+        gone.append(pid)
+        tell()
+
+    try:
+        for pid in pids:
+            try:
+                watched[pid] = os.pidfd_open(pid)
+            except ProcessLookupError:
+                gone.append(pid)
+                tell()
+            else:
+                loop.add_reader(watched[pid], note, pid)
+        yield
+    finally:
+        for process in watched.values():
+            loop.remove_reader(process)
+            os.close(process)
 
 
 def stop_engine(engine: AsyncLLM) -> None:

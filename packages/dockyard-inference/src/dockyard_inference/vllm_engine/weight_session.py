@@ -32,15 +32,13 @@ class WeightSession:
 
     async def connect(self, endpoint: RefitEndpoint, held_version: int) -> None:
         """Join the sender's group with every worker. Raises RefitTimeout."""
+        await self._end_open_session()
         raise_failure(await self._rpc("dockyard_connect", asdict(endpoint)), -1, held_version)
         self.is_staging = endpoint.staging == "host"
 
     async def prepare(self, update: RefitUpdate, held_version: int, unable: str) -> None:
         """Let every worker accept the manifest, and stage the bytes where the group does so. Raises RefitError."""
-        if self._is_open:  # before prepare, so that it reports to no update
-            self._is_open, self.asked = False, "finish_weight_update"
-            with suppress(GeneratorError), engine_errors():
-                await self._engine.finish_weight_update()
+        await self._end_open_session()
         failures = await self._rpc("dockyard_prepare", _as_info(update), unable)
         raise_failure(failures, update.policy_version, held_version)
         if self.is_staging:
@@ -76,6 +74,13 @@ class WeightSession:
         is_whole = all(report["failure"] is None for report in reports)
         await self.settle(is_committed=False)
         return rolled_back(failure, held_version) if is_whole else None
+
+    async def _end_open_session(self) -> None:
+        """It reports to, and leaves, the group that a worker is in: so neither to a new update nor to a new group."""
+        if self._is_open:
+            self._is_open, self.asked = False, "finish_weight_update"
+            with suppress(GeneratorError), engine_errors():
+                await self._engine.finish_weight_update()
 
     async def _staged(self, update: RefitUpdate, held_version: int) -> None:
         pause_s = _FIRST_POLL_S
