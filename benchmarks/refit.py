@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.refit_figures import check, summarize, table
+from benchmarks.refit_figures import STAGINGS, check, summarize, table
 from benchmarks.refit_subjects import TRANSPORTS, Bench, smollm2_manifest
 from benchmarks.result_files import add_report_options, report, write_results
 
@@ -91,10 +91,13 @@ def _round(bench: Bench, number: int) -> dict[str, Any]:
 
 
 def stall(settings: Settings) -> dict[str, Any]:
-    """The stall that requests in flight see."""
+    """The stall that requests in flight see, by staging."""
     from benchmarks.refit_stall import measure_stall
 
-    return measure_stall(settings.stall_requests, settings.stall_refits, settings.num_layers, "auto")
+    return {
+        staging: measure_stall(settings.stall_requests, settings.stall_refits, settings.num_layers, staging)
+        for staging in STAGINGS
+    }
 
 
 def main() -> None:

@@ -5,7 +5,8 @@ tokens is seen. Of each refit:
 
 stall       from the last token before the pause until the last of the requests has its next one, less the usual gap
 transfer    what the worker says that receiving, verifying and loading took
-beyond      stall - transfer: pausing, opening and closing the update, committing, resuming, and then
+beyond      stall - transfer, less than nothing where a staged transfer stalls nobody: pausing, opening and closing
+            the update, committing, resuming, and then
 recomputed  from the engine's going on: cached keys and values belong to the old weights and are dropped, so the tokens
             so far of every request are computed again, at the model's speed
 """
@@ -27,7 +28,8 @@ from dockyard_core.refit import RefitUpdate, TensorSpec
 from dockyard_inference import RefitSender, VllmConfig, VllmGenerator
 
 _PROMPT_TOKENS = 16
-_BETWEEN_S = 2.0
+_THREADS = 2
+"""Of the engine: in a refit the sender has nothing to compute."""
 
 
 def write_checkpoint(directory: Path, num_layers: int) -> tuple[TensorSpec, ...]:
@@ -52,21 +54,23 @@ def write_checkpoint(directory: Path, num_layers: int) -> tuple[TensorSpec, ...]
     return smollm2_manifest(num_layers)
 
 
-def measure_stall(num_requests: int, num_refits: int, num_layers: int, transport: str) -> dict[str, Any]:
-    """Refit ``num_refits`` times with ``num_requests`` always in flight."""
+def measure_stall(num_requests: int, num_refits: int, num_layers: int, staging: str) -> dict[str, Any]:
+    """Refit ``num_refits`` times with ``num_requests`` always in flight; ``staging`` as of ``RefitSender``."""
     with tempfile.TemporaryDirectory(prefix="dockyard-refit-model-") as folder:
         manifest = write_checkpoint(Path(folder), num_layers)
-        return asyncio.run(_measure(folder, manifest, num_requests, num_refits, transport))
+        return asyncio.run(_measure(folder, manifest, num_requests, num_refits, staging))
 
 
 async def _measure(
-    folder: str, manifest: tuple[TensorSpec, ...], num_requests: int, num_refits: int, transport: str
+    folder: str, manifest: tuple[TensorSpec, ...], num_requests: int, num_refits: int, staging: str
 ) -> dict[str, Any]:
     torch.set_num_threads(1)
     weights = random_weights(manifest)
-    generator = VllmGenerator(VllmConfig(model=folder, max_model_len=512, max_num_seqs=num_requests, num_threads=1))
+    generator = VllmGenerator(
+        VllmConfig(model=folder, max_model_len=512, max_num_seqs=num_requests, num_threads=_THREADS)
+    )
     await generator.start()
-    sender = RefitSender(HOST, 0, 2, transport=transport)  # type: ignore[arg-type]
+    sender = RefitSender(HOST, 0, 2, staging=staging)  # type: ignore[arg-type]
     times: list[list[float]] = [[] for _ in range(num_requests)]
     streams = [asyncio.create_task(_stream_forever(generator, index, times[index])) for index in range(num_requests)]
     try:
@@ -86,6 +90,7 @@ async def _measure(
     return {
         "engine": "vllm",
         "transport": sender.transport,
+        "threads": _THREADS,
         "requests": num_requests,
         "refits": num_refits,
         **{key: spread(one[key] for one in refits) for key in keys},
