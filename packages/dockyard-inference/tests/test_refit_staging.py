@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -189,10 +190,24 @@ async def _refit(generator: Any, sender: RefitSender, weights: Weights, version:
     return await outcomes(asyncio.to_thread(sender.send, weights.stream(version), update), generator.refit(update))
 
 
+@asynccontextmanager
+async def _started(generator: Any) -> AsyncIterator[Any]:
+    await generator.start()
+    try:
+        yield generator
+    finally:
+        await generator.shutdown()
+
+
 async def _check_that_a_failed_load_is_undone(
     generator: Any, weights: Weights, let_loads_fail: Callable[[bool], Any]
 ) -> None:
     """Version 1 is staged and loaded, the load of version 2 fails, and version 1 serves until version 3 comes."""
+    async with _started(generator):
+        await _undo_a_failed_load(generator, weights, let_loads_fail)
+
+
+async def _undo_a_failed_load(generator: Any, weights: Weights, let_loads_fail: Callable[[bool], Any]) -> None:
     sender = await _joined(generator)
     assert not [answer for answer in await _refit(generator, sender, weights, 1) if isinstance(answer, Exception)]
     live = asyncio.create_task(generator.generate(request("live", (3, 4, 5), max_new_tokens=120)))
@@ -237,15 +252,8 @@ def test_transformers_goes_back_to_the_version_before(
     async def let_loads_fail(is_on: bool) -> None:
         OutOfMemory.is_on = is_on
 
-    async def work() -> None:
-        generator = TransformersGenerator(TransformersConfig(model=str(directory), max_model_len=128))
-        await generator.start()
-        try:
-            await _check_that_a_failed_load_is_undone(generator, Weights(directory), let_loads_fail)
-        finally:
-            await generator.shutdown()
-
-    asyncio.run(work())
+    generator = TransformersGenerator(TransformersConfig(model=str(directory), max_model_len=128))
+    asyncio.run(_check_that_a_failed_load_is_undone(generator, Weights(directory), let_loads_fail))
 
 
 def _patch_worker(worker: Any, is_on: bool) -> None:
@@ -270,20 +278,12 @@ def test_vllm_goes_back_to_the_version_before(make_model: Callable[..., Path], m
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # to reach into its process
     directory = make_model("qwen2", is_tied=True)
 
-    async def work() -> None:
-        config = VllmConfig(model=str(directory), max_model_len=128, max_num_seqs=16, kv_cache_gib=0.1)
-        generator = VllmGenerator(config)
-        await generator.start()
+    generator = VllmGenerator(VllmConfig(model=str(directory), max_model_len=128, max_num_seqs=16, kv_cache_gib=0.1))
 
-        async def let_loads_fail(is_on: bool) -> None:
-            await generator._running().collective_rpc(_patch_worker, args=(is_on,))
+    async def let_loads_fail(is_on: bool) -> None:
+        await generator._running().collective_rpc(_patch_worker, args=(is_on,))
 
-        try:
-            await _check_that_a_failed_load_is_undone(generator, Weights(directory), let_loads_fail)
-        finally:
-            await generator.shutdown()
-
-    asyncio.run(work())
+    asyncio.run(_check_that_a_failed_load_is_undone(generator, Weights(directory), let_loads_fail))
 
 
 @pytest.mark.nightly
@@ -305,16 +305,9 @@ def test_sglang_goes_back_to_the_version_before(
     async def let_loads_fail(is_on: bool) -> None:
         monkeypatch.setattr(WeightLoader, "_hand_over", emptied if is_on else usual)
 
-    async def work() -> None:
-        values = {"model": str(directory), "python": sglang_python(), "max_model_len": 128, "max_num_seqs": 32}
-        generator = SglangGenerator(SglangConfig.model_validate(values))
-        await generator.start()
-        try:
-            await _check_that_a_failed_load_is_undone(generator, Weights(directory), let_loads_fail)
-        finally:
-            await generator.shutdown()
-
-    asyncio.run(work())
+    values = {"model": str(directory), "python": sglang_python(), "max_model_len": 128, "max_num_seqs": 32}
+    generator = SglangGenerator(SglangConfig.model_validate(values))
+    asyncio.run(_check_that_a_failed_load_is_undone(generator, Weights(directory), let_loads_fail))
 
 
 def test_a_first_staged_load_that_fails_has_nothing_to_go_back_to(
@@ -325,17 +318,14 @@ def test_a_first_staged_load_that_fails_has_nothing_to_go_back_to(
 
     async def work() -> tuple[list[object], list[object]]:
         weights = Weights(directory)
-        generator = TransformersGenerator(TransformersConfig(model=str(directory), max_model_len=128))
-        await generator.start()
-        try:
+        config = TransformersConfig(model=str(directory), max_model_len=128)
+        async with _started(TransformersGenerator(config)) as generator:
             sender = await _joined(generator)
             OutOfMemory.is_on = True
             failed = await _refit(generator, sender, weights, 1)
             served = await outcomes(generator.score(TOKENS))
             sender.close()
             return failed, served
-        finally:
-            await generator.shutdown()
 
     (_, held), [score] = asyncio.run(work())
     assert isinstance(held, RefitError)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from process_tree import is_alive
 
 from dockyard_core.errors import GeneratorError
 from dockyard_inference import SglangConfig
@@ -26,14 +27,6 @@ open(sys.argv[1], "w").write(f"{os.getpid()} {child.pid}\\n")
 time.sleep(600)
 """
 """A server with a child in a session of its own."""
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
