@@ -23,7 +23,7 @@ from dockyard_inference import RefitSender, SglangConfig, SglangGenerator, Trans
 from dockyard_inference.fence import Fence
 from dockyard_inference.refit.load_counter import LoadCounter
 from dockyard_inference.refit.receiver import BucketReceiver
-from dockyard_inference.refit.staging import HostStage
+from dockyard_inference.refit.staging import HostStage, StagedVersion
 
 TRANSPORTS = ("collective", "shared_memory", "filesystem")
 SHAPE = (1001,)
@@ -147,6 +147,16 @@ def test_a_load_that_fails_before_the_last_bucket_says_why_at_once(transport: st
         assert "out of memory" in str(failed.exception(60))
         sender.close()
         receiver.close()
+
+
+def test_what_was_staged_and_not_loaded_is_forgotten_in_the_next_group() -> None:
+    stage, receiver = HostStage(), BucketReceiver(torch.device("cpu"))
+    for is_staging in (True, False):
+        stage.held = stage.incoming = StagedVersion(UPDATE, ())
+        receiver.is_staging = is_staging
+        stage.joined(receiver)
+        assert stage.incoming is None
+        assert (stage.held is not None) == is_staging
 
 
 async def _joined(generator: Any, staging: str = "host") -> RefitSender:

@@ -49,7 +49,11 @@ class HostStage:
         self.incoming = StagedVersion(update, buckets)
 
     def joined(self, receiver: BucketReceiver) -> None:
-        """The rank joined a group; one that does not stage makes the engine hold what is not kept here."""
+        """The rank joined a group: what another one staged and did not load never will be.
+
+        One that does not stage makes the engine hold what is not kept here.
+        """
+        self.incoming = None
         if not receiver.is_staging:
             self.held = None
 
