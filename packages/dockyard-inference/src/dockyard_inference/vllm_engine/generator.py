@@ -16,7 +16,7 @@ from dockyard_core.refit import PauseMode, RefitEndpoint, RefitReport, RefitUpda
 from dockyard_inference.fence import Fence, Transaction, unable_to_drain
 from dockyard_inference.vllm_engine.config import VllmConfig
 from dockyard_inference.vllm_engine.errors import engine_errors
-from dockyard_inference.vllm_engine.launch import engine_pids, start_engine, stop_engine, watching
+from dockyard_inference.vllm_engine.launch import engine_pids, has_ended, start_engine, stop_engine, watching
 from dockyard_inference.vllm_engine.requests import rollout_params, score_params, to_completion
 from dockyard_inference.vllm_engine.weight_session import WeightSession, slowest
 
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _SCORE_FIRST = -1
-"""Priority of ``score`` (rollouts have 0, lower goes first): a probe of a few tokens that a refit's
-caller waits for must not queue behind hundreds of rollouts."""
+"""Priority of ``score`` (rollouts have 0): a refit's caller waits for a probe of a few tokens."""
 _ABORT_S = 10.0
 
 
@@ -221,7 +220,8 @@ class VllmGenerator:
     async def health(self) -> EngineHealth:
         """Whether the engine lives, and at which version."""
         engine = self._engine
-        is_alive = engine is not None and not engine.errored
+        # vLLM sets its flag some time after its process has ended.
+        is_alive = engine is not None and not engine.errored and not any(map(has_ended, engine_pids(engine)))
         why = self._fence.reason or ("" if is_alive else "the engine is not running")
         return EngineHealth(is_alive, self._version, len(self._live), why)
 

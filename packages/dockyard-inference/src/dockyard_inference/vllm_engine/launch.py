@@ -62,6 +62,14 @@ def engine_pids(engine: AsyncLLM) -> list[int]:
     return [process.pid for process in _processes(engine)]
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a child process has ended; takes nothing from whoever waits for it."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # somebody has waited for it
+        return True
+
+
 @contextmanager
 def watching(pids: Sequence[int], gone: list[int], tell: Callable[[], object]) -> Iterator[None]:
     """Add to ``gone`` each process that ends meanwhile, and ``tell`` it on the running loop."""
