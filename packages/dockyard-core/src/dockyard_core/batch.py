@@ -108,7 +108,9 @@ class BatchShard:
     num_valid_tokens: int
     """Trained tokens over all ranks and micro-batches: the loss normaliser."""
     num_sequences: int
-    """Admitted valid rollouts of the step over all ranks."""
+    """Admitted valid rollouts of the step over all ranks: the normaliser of `dr_grpo`."""
+    num_trained_sequences: int
+    """Those of them with a trained token: the normaliser of `sequence`."""
     temperature: float = 1.0
     """Sampling temperature of the step's rollouts; trainer logprobs are taken at it."""
 
@@ -188,6 +190,7 @@ def pack_batch(
             micro_batches=tuple(micro_batches),
             num_valid_tokens=sum(sequence.num_valid_tokens for sequence in sequences),
             num_sequences=len(sequences),
+            num_trained_sequences=sum(sequence.num_valid_tokens > 0 for sequence in sequences),
             temperature=temperature,
         )
         for micro_batches in dealt

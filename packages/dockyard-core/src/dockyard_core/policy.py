@@ -54,21 +54,24 @@ class StepMetrics:
 
 
 class PolicySnapshot(Protocol):
-    """The state of a policy at one moment, on one rank; it never changes and can be written at leisure.
+    """One rank's part of the state of a policy at one moment; it never changes and can be written at leisure.
 
-    Its methods are not collective: they may run in another thread while the policy steps, and one at a
-    time. A rank that has nothing to write writes nothing.
+    Its methods are not collective: they may run in another thread while the policy steps, one at a time on
+    a rank and at any time on the others. Several ranks are given the same directory, on storage that all of
+    them see; each writes files of its own, and what they make together is complete once every rank has
+    returned.
     """
 
     def write(self, directory: Path) -> None:
-        """Write what ``Policy.restore`` reads: weights, optimizer, schedule, RNG and version.
+        """Write what ``Policy.restore`` reads, on any number of ranks: weights, optimizer, RNG and version.
 
-        Raises OSError, and then ``directory`` is as it was before.
+        One rank replaces an existing directory. Several need one without a checkpoint, and refuse another.
+        Raises OSError, and then ``directory`` is as it was before, apart from what other ranks have written.
         """
         ...
 
     def export(self, directory: Path) -> None:
-        """Write a Hugging Face model directory. Raises OSError."""
+        """Write a Hugging Face model directory, under the same rules. Raises OSError."""
         ...
 
 
@@ -96,7 +99,7 @@ class Policy(Protocol):
         ...
 
     def snapshot(self) -> PolicySnapshot:
-        """Copy what this rank has to write into host memory; the policy may step at once."""
+        """Copy this rank's part of the state into host memory; the policy may step at once."""
         ...
 
     def save(self, directory: Path) -> None:

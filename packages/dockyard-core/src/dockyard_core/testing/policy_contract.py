@@ -141,6 +141,28 @@ class PolicyContract(PolicySnapshotContract):
         other.train_step(self.shard(1))
         self.assert_equal_weights(one, other)
 
+    def test_a_shard_that_cannot_be_read_is_refused_and_leaves_no_trace(self) -> None:
+        policy, twin = self.make_policy(), self.make_policy()
+        good = self.shard()
+        first = good.micro_batches[0]
+        spoiled = {
+            "token ids must lie in": {"token_ids_BL": first.token_ids_BL + self.vocab_size},
+            "must have the shape": {"advantages_BL": first.advantages_BL[:, 1:]},
+            "must hold bool": {"loss_mask_BL": first.loss_mask_BL.astype(np.float32)},
+            "cannot be trained": {"loss_mask_BL": np.ones_like(first.loss_mask_BL)},
+        }
+        for rule, change in spoiled.items():
+            bad = dataclasses.replace(good, micro_batches=(dataclasses.replace(first, **change),))
+            for call in (policy.train_step, policy.logprobs):
+                said = ""
+                try:
+                    call(bad)
+                except ValueError as error:
+                    said = str(error)
+                assert rule in said, (rule, said)
+        assert policy.train_step(good) == twin.train_step(good)
+        self.assert_equal_weights(policy, twin)
+
     def test_the_stream_is_the_manifest_in_its_order_each_tensor_once(self) -> None:
         policy = self.make_policy()
         streamed: list[tuple[str, tuple[int, ...]]] = []

@@ -44,6 +44,18 @@ class PolicySnapshotContract(PolicyMaterial):
         self.assert_equal_weights(restored, twin)
         self.assert_equal_weights(restored, policy)
 
+    def test_a_later_write_replaces_an_earlier_one(self, tmp_path: Path) -> None:
+        policy = self.make_policy()
+        for seed in (0, 1):
+            policy.train_step(self.shard(seed))
+            policy.snapshot().write(tmp_path / "checkpoint")
+            policy.snapshot().export(tmp_path / "export")
+        restored = self.make_policy()
+        restored.restore(tmp_path / "checkpoint")
+        assert restored.version == 2
+        self.assert_equal_weights(policy, restored)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "export"], "nothing is left beside"
+
     def test_a_snapshot_is_written_by_a_thread_while_the_policy_steps(self, tmp_path: Path) -> None:
         policy, alone = self.make_policy(), self.make_policy()
         policy.train_step(self.shard(0))
