@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from dockyard_core.batch import TrainSequence, pack_batch
@@ -32,7 +33,7 @@ def plain(hidden_MD, weight_VD, targets_M, temperature):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 1000])
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 7, 64, 1000])
 @pytest.mark.parametrize("use_entropy", [True, False])
 def test_chunks_change_neither_values_nor_gradients(temperature, chunk_tokens, use_entropy) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -53,21 +54,174 @@ def test_chunks_change_neither_values_nor_gradients(temperature, chunk_tokens, u
         torch.testing.assert_close(one, other, rtol=1e-4, atol=5e-5)
 
 
-def test_the_gradient_is_the_finite_difference_in_float64() -> None:
-    # gradcheck needs float64 all the way, and the library computes logits in float32: check by hand.
-    hidden_MD, weight_VD = torch.randn(3, 4).requires_grad_(), torch.randn(6, 4)
-    targets_M = torch.tensor([0, 5, 2])
-    logprobs_M, entropy_M = chunked_logprobs(hidden_MD, weight_VD, targets_M, temperature=1.3, chunk_tokens=2)
-    (grad_MD,) = torch.autograd.grad((logprobs_M + 0.5 * entropy_M).sum(), hidden_MD)
-    for index in np.ndindex(3, 4):
-        step = torch.zeros(3, 4, dtype=torch.float64)
-        step[index] = 1e-6
-        high, low = (
-            sum(plain(hidden_MD.detach().double() + sign * step, weight_VD.double(), targets_M, 1.3)[0])
-            + 0.5 * sum(plain(hidden_MD.detach().double() + sign * step, weight_VD.double(), targets_M, 1.3)[1])
-            for sign in (1, -1)
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 2])  # None: the tiles are kept for the backward pass
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_the_gradient_is_the_finite_difference_in_float64(chunk_tokens, with_entropy) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden_MD = torch.randn(5, 4, generator=generator, dtype=torch.float64).requires_grad_()
+    weight_VD = torch.randn(7, 4, generator=generator, dtype=torch.float64).requires_grad_()
+
+    def outputs(hidden_MD, weight_VD):
+        logprobs_M, entropy_M = chunked_logprobs(
+            hidden_MD,
+            weight_VD,
+            torch.tensor([0, 6, 2, 2, 5]),
+            temperature=0.7,
+            chunk_tokens=chunk_tokens,
+            with_entropy=with_entropy,
         )
-        assert float(grad_MD[index]) == pytest.approx(float((high - low) / 2e-6), abs=1e-4)
+        assert logprobs_M.dtype == torch.float64
+        return (logprobs_M, entropy_M) if with_entropy else logprobs_M
+
+    # A second backward pass makes the logits again where the first one had them kept: equal but for rounding.
+    assert torch.autograd.gradcheck(outputs, (hidden_MD, weight_VD), nondet_tol=1e-12)
+
+
+def random_inputs(num_positions=40, vocab_size=30, width=8, *, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden_MD = torch.randn(num_positions, width, generator=generator).to(dtype).requires_grad_()
+    weight_VD = torch.randn(vocab_size, width, generator=generator).to(dtype).requires_grad_()
+    return hidden_MD, weight_VD, torch.randint(0, vocab_size, (num_positions,), generator=generator)
+
+
+def test_scoring_without_entropy_gives_the_same_logprobs_and_no_graph() -> None:
+    hidden_MD, weight_VD, targets_M = random_inputs()
+    logprobs_M, entropy_M = chunked_logprobs(hidden_MD, weight_VD, targets_M, temperature=0.9)
+    with torch.no_grad():
+        scored_M, nothing = chunked_logprobs(hidden_MD, weight_VD, targets_M, temperature=0.9, with_entropy=False)
+        rescored_M, reentropy_M = chunked_logprobs(hidden_MD, weight_VD, targets_M, temperature=0.9, chunk_tokens=3)
+    assert nothing is None
+    assert not scored_M.requires_grad
+    for one, other in ((scored_M, logprobs_M), (rescored_M, logprobs_M), (reentropy_M, entropy_M)):
+        torch.testing.assert_close(one, other.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_no_tensor_is_as_large_as_the_logits() -> None:
+    hidden_MD, weight_VD, targets_M = random_inputs(64, 512, 4)
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            results = func(*args, **(kwargs or {}))
+            for result in results if isinstance(results, tuple | list) else [results]:
+                largest = max(largest, result.numel() if isinstance(result, torch.Tensor) else 0)
+            return results
+
+    with Sizes():
+        logprobs_M, entropy_M = chunked_logprobs(hidden_MD, weight_VD, targets_M, temperature=1.0, chunk_tokens=5)
+        (logprobs_M + entropy_M).sum().backward()
+    assert 4 * 512 < largest <= 5 * 512, "a tile: larger than the gradient of the weight, and the bound asked for"
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 3])
+def test_positions_without_a_gradient_neither_count_nor_spoil_the_others(chunk_tokens) -> None:
+    hidden_MD, weight_VD, targets_M = random_inputs()
+    spoiled_MD = hidden_MD.detach().clone()
+    spoiled_MD[4], spoiled_MD[17, 2], spoiled_MD[30, 0] = torch.nan, torch.inf, -torch.inf
+    spoiled_MD.requires_grad_()
+    is_sound_M = spoiled_MD.detach().isfinite().all(-1)
+
+    def run(hidden_MD):
+        logprobs_M, entropy_M = chunked_logprobs(
+            hidden_MD, weight_VD, targets_M, temperature=0.8, chunk_tokens=chunk_tokens
+        )
+        total = torch.where(is_sound_M, logprobs_M + 0.3 * entropy_M, 0.0).sum()
+        return logprobs_M, entropy_M, *torch.autograd.grad(total, [hidden_MD, weight_VD])
+
+    *values, grad_MD, grad_VD = run(spoiled_MD)
+    *wanted, wanted_MD, wanted_VD = run(hidden_MD)
+    for one, other in zip(values, wanted, strict=True):
+        assert not one[~is_sound_M].isfinite().any()
+        torch.testing.assert_close(one[is_sound_M], other[is_sound_M])
+    torch.testing.assert_close(grad_MD, wanted_MD)
+    torch.testing.assert_close(grad_VD, wanted_VD)
+    assert not grad_MD[~is_sound_M].any()
+
+
+def test_a_position_that_is_not_finite_spoils_no_other_positions_gradient() -> None:
+    hidden_MD, weight_VD, targets_M = random_inputs()
+    spoiled_MD = hidden_MD.detach().clone().index_fill_(0, torch.tensor([4]), torch.nan).requires_grad_()
+    grads = []
+    for one_MD in (hidden_MD, spoiled_MD):
+        logprobs_M, entropy_M = chunked_logprobs(one_MD, weight_VD, targets_M, temperature=1.0, chunk_tokens=3)
+        grads += torch.autograd.grad((logprobs_M + entropy_M).sum(), one_MD)
+    rest = torch.arange(40) != 4
+    torch.testing.assert_close(grads[0][rest], grads[1][rest])
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 2])
+@pytest.mark.parametrize(("scale", "temperature"), [(1e4, 1.0), (1e2, 1e-2), (1.0, 1e-2)])
+def test_huge_logits_are_as_exact_as_their_rounding_allows(chunk_tokens, scale, temperature) -> None:
+    # Hidden states pick a column of the weight, so the logits are numbers that float32 holds exactly.
+    logits_MV = torch.tensor([[-1.0, 1.0, 0.5, 0.5], [1.0, 1.0, 1.0, 1.0], [-1.0, -1.0, -1.0, -0.5]]) * scale
+    hidden_MD, weight_VD, targets_M = torch.eye(3).requires_grad_(), logits_MV.T.contiguous(), torch.tensor([2, 1, 3])
+    exact = logits_MV.double().requires_grad_()
+    got = chunked_logprobs(hidden_MD, weight_VD, targets_M, temperature=temperature, chunk_tokens=chunk_tokens)
+    wanted = plain(torch.eye(3).double(), exact.T, targets_M, temperature)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-6, atol=1e-6)
+    (grad_MD,) = torch.autograd.grad(sum(value.sum() for value in got), hidden_MD)
+    (grad_MV,) = torch.autograd.grad(sum(value.sum() for value in wanted), exact)
+    torch.testing.assert_close(grad_MD.double(), grad_MV @ weight_VD.double(), rtol=1e-5, atol=1e-5 * scale)
+
+
+def test_equal_logits_are_uniform_at_any_height() -> None:
+    for height in (-1e4, 0.0, 1e4):
+        weight_VD = torch.full((1000, 1), height)
+        logprobs_M, entropy_M = chunked_logprobs(torch.ones(2, 1), weight_VD, torch.tensor([0, 999]), temperature=1.0)
+        assert logprobs_M.tolist() == pytest.approx([-np.log(1000)] * 2, rel=1e-6)
+        assert entropy_M.tolist() == pytest.approx([np.log(1000)] * 2, rel=1e-6)
+
+
+def test_a_target_outside_the_vocabulary_is_impossible() -> None:
+    logprobs_M, _ = chunked_logprobs(torch.ones(2, 1), torch.ones(3, 1), torch.tensor([3, -1]), temperature=1.0)
+    assert logprobs_M.tolist() == [-np.inf, -np.inf]
+
+
+def test_no_positions_give_no_values_and_zero_gradients() -> None:
+    hidden_MD, weight_VD, targets_M = random_inputs(0)
+    logprobs_M, entropy_M = chunked_logprobs(hidden_MD, weight_VD, targets_M, temperature=1.0)
+    assert logprobs_M.shape == entropy_M.shape == (0,)
+    (logprobs_M + entropy_M).sum().backward()
+    assert hidden_MD.grad.shape == (0, 8)
+    assert not weight_VD.grad.any()
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_the_gradient_of_the_weight_is_summed_in_float32(weight_dtype) -> None:
+    """1 + 256 * 2^-9 = 1.5, but a sum of bfloat16 numbers would stay at 1."""
+    hidden_MD = torch.cat([torch.ones(1, 1), torch.full((256, 1), 2.0**-9)]).to(torch.bfloat16)
+    weight_VD = torch.tensor([[0.0], [0.0]], dtype=weight_dtype).requires_grad_()
+    targets_M = torch.zeros(257, dtype=torch.int64)
+    logprobs_M, _ = chunked_logprobs(hidden_MD, weight_VD, targets_M, temperature=0.5, chunk_tokens=1)
+    assert logprobs_M.dtype == torch.float32
+    logprobs_M.sum().backward()
+    assert weight_VD.grad.dtype == weight_dtype
+    assert weight_VD.grad.flatten().tolist() == [1.5, -1.5]
+
+
+def test_autocast_rounds_the_products_and_nothing_else() -> None:
+    hidden_MD, weight_VD, targets_M = random_inputs(dtype=torch.bfloat16)
+    alone = chunked_logprobs(hidden_MD, weight_VD, targets_M, temperature=0.9)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = chunked_logprobs(hidden_MD, weight_VD, targets_M, temperature=0.9)
+    for one, other in zip(alone, inside, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_second_backward_pass_gives_the_same_gradients() -> None:
+    hidden_MD, weight_VD, targets_M = random_inputs()
+    logprobs_M, entropy_M = chunked_logprobs(hidden_MD, weight_VD, targets_M, temperature=1.0)
+    total = (logprobs_M + entropy_M).sum()
+    first = torch.autograd.grad(total, [hidden_MD, weight_VD], retain_graph=True)
+    for one, other in zip(first, torch.autograd.grad(total, [hidden_MD, weight_VD]), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_chunk_of_no_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="chunk_tokens must be >= 1, got 0"):
+        chunked_logprobs(torch.zeros(1, 2), torch.zeros(3, 2), torch.tensor([0]), temperature=1, chunk_tokens=0)
 
 
 def test_temperature_zero_is_refused() -> None:

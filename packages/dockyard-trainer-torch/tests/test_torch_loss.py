@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -93,7 +96,8 @@ def test_value_gradient_and_metrics_are_the_oracles(options, spread) -> None:
         for name, total in terms.sums.items():
             if name != "num_tokens":
                 assert float(total) / mask.sum() == pytest.approx(wanted.metrics[name], rel=1e-9, abs=1e-12), name
-        assert float(terms.offpolicy_abs_diff_max) == pytest.approx(wanted.metrics["offpolicy_abs_diff_max"])
+        for name in ("offpolicy_abs_diff_max", "mismatch_abs_diff_max"):
+            assert float(getattr(terms, name)) == pytest.approx(wanted.metrics[name])
 
 
 @pytest.mark.parametrize("options", CONFIGS, ids=str)
@@ -120,6 +124,45 @@ def test_the_gradient_flows_exactly_at_a_clip_edge_as_in_the_oracle(advantage) -
     assert float(tensors["logprobs"].grad) == -advantage
 
 
+def one_token(
+    config: LossConfig, *, sampled: float, ref: float, advantage: float, dtype: torch.dtype
+) -> tuple[float, float, float, float]:
+    """Loss and gradient of one token with logprob -1: torch's, the oracle's, torch's, the oracle's."""
+    arrays = {"logprobs": -1.0, "sampled_logprobs": sampled, "ref_logprobs": ref, "advantages": advantage}
+    at = {name: torch.full((1,), value, dtype=dtype) for name, value in arrays.items()}
+    at["logprobs"].requires_grad_()
+    tokens = TokenBatch(
+        **{f"{name}_M": tensor for name, tensor in at.items()}, sequence_M=torch.tensor([0]), num_rows=1
+    )
+    loss = policy_loss(config, tokens, num_valid_tokens=1, num_sequences=1).loss
+    loss.backward()
+    rounded = {name: tensor.detach().double().numpy()[None] for name, tensor in at.items()}
+    with np.errstate(invalid="ignore"):
+        wanted = oracle(config, **rounded, loss_mask=np.ones((1, 1), bool))
+    return loss.item(), wanted.loss, at["logprobs"].grad.item(), wanted.grad[0, 0]
+
+
+@pytest.mark.parametrize("gap", [1e-6, 1e-3, 0.1, 3.0, 12.0, 20.0, 40.0])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("gradient", ["plain", "score"])
+def test_the_kl_gradient_keeps_its_digits_in_float32_near_the_reference_and_far_from_it(gap, sign, gradient) -> None:
+    """Autograd of e^d - 1 - d would leave 6e-8 / d of them near it, and the score form none at the clamp."""
+    config = LossConfig(kl_coef=1.0, kl_gradient=gradient, correction="none")
+    _, _, grad, wanted = one_token(config, sampled=-1.0, ref=-1.0 + sign * gap, advantage=0.0, dtype=torch.float32)
+    assert grad == pytest.approx(wanted, rel=3e-7)
+
+
+@pytest.mark.parametrize("options", [{}, {"proximal": "bypass"}, {"kl_coef": 0.1}, {"correction": "is"}, GSPO], ids=str)
+@pytest.mark.parametrize("sampled", [-np.inf, -1.0])
+def test_an_infinite_gap_is_clamped_like_any_other(options, sampled) -> None:
+    config = LossConfig(**options)
+    loss, wanted_loss, grad, wanted_grad = one_token(
+        config, sampled=sampled, ref=-np.inf, advantage=1.0, dtype=torch.float64
+    )
+    assert np.isfinite([loss, grad]).all()
+    assert (loss, grad) == (pytest.approx(wanted_loss), pytest.approx(wanted_grad))
+
+
 def test_a_bounded_kl_keeps_its_value_in_float32_when_the_estimate_is_huge() -> None:
     config = LossConfig(kl_coef=1.0, kl_max=0.1, correction="none")
     logprobs_M = torch.tensor([-30.0], requires_grad=True)
@@ -133,3 +176,18 @@ def test_a_bounded_kl_keeps_its_value_in_float32_when_the_estimate_is_huge() -> 
     )
     terms = policy_loss(config, tokens, num_valid_tokens=1, num_sequences=1)
     assert terms.loss.item() == pytest.approx(0.1)
+
+
+PAGE = Path(__file__).parents[3] / "docs/design-docs/grpo-and-loss.md"
+
+
+def test_every_test_that_the_page_on_the_loss_names_exists() -> None:
+    named = set(re.findall(r"(test_\w+\.py)::(\w+)", PAGE.read_text()))
+    assert len(named) > 40
+    sources = {path.name: path.read_text() for path in PAGE.parents[2].glob("packages/*/tests/test_*.py")}
+    assert [f"{file}::{test}" for file, test in sorted(named) if f"\ndef {test}(" not in sources.get(file, "")] == []
+
+
+def test_every_section_of_that_page_names_its_tests() -> None:
+    sections = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]
+    assert [section.partition("\n")[0] for section in sections if ".py::test_" not in section] == []

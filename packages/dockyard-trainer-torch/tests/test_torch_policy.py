@@ -247,7 +247,6 @@ def test_the_learning_rate_follows_its_schedule(options, wanted) -> None:
         ({"schedule": "cosine"}, "needs total_steps"),
         ({"warmup_steps": 5, "total_steps": 3}, "warmup_steps must be <= total_steps"),
         ({"betas": (0.9, 1.0)}, "betas must lie in"),
-        ({"loss": {"proximal": "given"}}, "a batch does not carry"),
         ({"lr": 1e-4}, "Extra inputs"),
         ({"learning_rate": -1.0}, "greater than or equal"),
     ],

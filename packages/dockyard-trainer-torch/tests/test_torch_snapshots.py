@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 from collections.abc import Iterator
@@ -10,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dockyard_core.batch import TrainSequence, pack_batch
+from dockyard_core.errors import UserError
 from dockyard_trainer_torch import TorchPolicy, TorchPolicyConfig, export_hf
+from dockyard_trainer_torch.config import LoraConfig
 
 
 def step(policy: TorchPolicy, seed: int = 0) -> None:
@@ -37,6 +40,13 @@ def make(model_dir: Path, dtype: str = "float32") -> TorchPolicy:
     return policy
 
 
+def assert_same_state(one: TorchPolicy, other: TorchPolicy) -> None:
+    for (name, left), right in zip(one.causal_lm.named_parameters(), other.causal_lm.parameters(), strict=True):
+        assert torch.equal(left, right), name
+        for moment, value in one.optimizer.state.get(left, {}).items():
+            assert torch.equal(value, other.optimizer.state[right][moment]), (name, moment)
+
+
 @contextmanager
 def files_no_larger_than(num_bytes: int) -> Iterator[None]:
     """The kernel refuses to let any file grow beyond this (EFBIG; Python ignores the signal)."""
@@ -53,7 +63,7 @@ def test_a_snapshot_shares_no_memory_with_its_policy(tiny_model) -> None:
     snapshot = policy.snapshot()
     live = {param.data_ptr() for param in policy.causal_lm.parameters()}
     live |= {s[name].data_ptr() for s in policy.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")}
-    held = [*snapshot._weights.values(), *snapshot._optimizer_state.values()]
+    held = [shard.tensor for shard in (*snapshot._state.weights.values(), *snapshot._state.optimizer.values())]
     assert len(held) == 3 * len(list(policy.causal_lm.parameters())) + 1, "weights, two moments each, the RNG"
     assert live.isdisjoint(tensor.data_ptr() for tensor in held)
 
@@ -133,3 +143,81 @@ def test_a_disk_that_refuses_leaves_what_was_there_and_says_its_errno(tiny_model
     restored = make(tiny_model())
     restored.restore(tmp_path / "policy")
     assert restored.version == 2
+
+
+def test_a_checkpoint_counts_updates_apart_from_batches(tiny_model, tmp_path) -> None:
+    policy = make(tiny_model())
+    policy.num_updates = 5  # as several updates on each batch would make it
+    for state in policy.optimizer.state.values():
+        state["step"].fill_(5.0)
+    policy.save(tmp_path / "policy")
+    restored = make(tiny_model())
+    restored.restore(tmp_path / "policy")
+    assert (restored.version, restored.num_updates) == (1, 5)
+    assert {float(state["step"]) for state in restored.optimizer.state.values()} == {5.0}
+
+
+def test_a_checkpoint_of_the_first_format_is_read(tiny_model, tmp_path) -> None:
+    policy = make(tiny_model())
+    policy.save(tmp_path / "policy")
+    optimizer = load_file(tmp_path / "policy" / "optimizer.safetensors")
+    optimizer["rng"] = optimizer.pop("rng.0")
+    save_file(optimizer, tmp_path / "policy" / "optimizer.safetensors")
+    meta = {"format": 1, "version": 1, "optimizer_steps": 1, "num_skipped_steps": 0, "config": {}}
+    (tmp_path / "policy" / "trainer.json").write_text(json.dumps(meta))
+    torch.manual_seed(7)
+    restored = make(tiny_model())
+    step(restored, 3)
+    restored.restore(tmp_path / "policy")
+    assert (restored.version, restored.num_updates) == (1, 1)
+    assert torch.equal(torch.get_rng_state(), optimizer["rng"])
+    step(policy, 1)
+    step(restored, 1)
+    assert_same_state(policy, restored)
+
+
+def test_a_frozen_parameter_is_checked_and_not_held(tiny_model, tmp_path) -> None:
+    def make_frozen(family: str, frozen: str) -> TorchPolicy:
+        policy = TorchPolicy.from_pretrained(tiny_model(family), TorchPolicyConfig(learning_rate=1e-2))
+        param = policy.causal_lm.get_parameter(frozen).requires_grad_(False)
+        policy.optimizer.state.pop(param)
+        for group in policy.optimizer.param_groups:
+            group["params"] = [other for other in group["params"] if other is not param]
+        return policy
+
+    policy = make_frozen("qwen2", "model.embed_tokens.weight")
+    step(policy)
+    policy.save(tmp_path / "policy")
+    held = load_file(tmp_path / "policy" / "model.safetensors")
+    assert set(held) == {n for n, _ in policy.causal_lm.named_parameters()} - {"model.embed_tokens.weight"}
+    assert not (tmp_path / "policy" / "config.json").exists(), "without its base it is no Hugging Face model"
+    restored = make_frozen("qwen2", "model.embed_tokens.weight")
+    restored.restore(tmp_path / "policy")
+    assert_same_state(policy, restored)
+    policy.snapshot().export(tmp_path / "hf")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    for (name, one), two in zip(policy.causal_lm.named_parameters(), exported.parameters(), strict=True):
+        assert torch.equal(one, two), name
+    for other in (make_frozen("qwen2", "model.norm.weight"), make(tiny_model())):
+        with pytest.raises(UserError, match=r"hold the policy's tensors.*restore it with the model"):
+            other.restore(tmp_path / "policy")
+
+
+def test_adapters_are_held_without_their_base_and_exported_merged(tiny_model, tmp_path) -> None:
+    config = TorchPolicyConfig(learning_rate=1e-2, lora=LoraConfig(rank=2))
+    policy = TorchPolicy.from_pretrained(tiny_model(), config)
+    step(policy)
+    export_hf(policy, tmp_path / "wanted")
+    snapshot = policy.snapshot()
+    step(policy, 1)
+    snapshot.write(tmp_path / "policy")
+    snapshot.export(tmp_path / "hf")
+    held = load_file(tmp_path / "policy" / "model.safetensors")
+    assert all(name.endswith((".lora_A", ".lora_B")) for name in held)
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "wanted"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in other)
+    restored = TorchPolicy.from_pretrained(tiny_model(), config)
+    restored.restore(tmp_path / "policy")
+    step(restored, 1)
+    assert_same_state(policy, restored)

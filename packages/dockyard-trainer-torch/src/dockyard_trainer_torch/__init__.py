@@ -1,4 +1,4 @@
-"""PyTorch policy: exact GRPO steps on Hugging Face causal language models (Qwen2, Qwen3, Llama).
+"""PyTorch policy: exact GRPO steps on Hugging Face causal language models (Qwen2, Qwen3, Llama, Qwen3-MoE).
 
 Importing this package is light; torch loads with the first public name that needs it.
 """
@@ -8,15 +8,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dockyard_trainer_torch.config import TorchPolicyConfig
+from dockyard_trainer_torch.config import LoraConfig, TorchPolicyConfig
 
 if TYPE_CHECKING:
+    from dockyard_trainer_torch.exported import export_hf
     from dockyard_trainer_torch.policy import TorchPolicy
-    from dockyard_trainer_torch.weights import export_hf, weight_manifest
+    from dockyard_trainer_torch.weights import weight_manifest
 
-_LAZY = {"TorchPolicy": "policy", "export_hf": "weights", "weight_manifest": "weights"}
+_LAZY = {"TorchPolicy": "policy", "export_hf": "exported", "weight_manifest": "weights"}
 
-__all__ = ["TorchPolicy", "TorchPolicyConfig", "export_hf", "weight_manifest"]
+__all__ = ["LoraConfig", "TorchPolicy", "TorchPolicyConfig", "export_hf", "weight_manifest"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,20 +19,43 @@ def write_aside(directory: Path, write: Callable[[Path], None]) -> None:
 
     When anything of it raises, the folder is removed and ``directory`` is as it was.
     """
-    aside = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
+    aside = open_aside(directory)
     try:
-        aside.mkdir(parents=True)
         write(aside)
-        for path in (*aside.iterdir(), aside):
-            _fsync(path)
-        _put_in_place(aside, directory)
+        put_in_place(aside, directory)
     finally:
         shutil.rmtree(aside, ignore_errors=True)  # it is there only if something raised
 
 
-def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write contiguous CPU tensors as safetensors.
+def open_aside(directory: Path) -> Path:
+    """An empty folder beside ``directory``, to be filled for `put_in_place`."""
+    aside = partial_path(directory)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    return aside
+
+
+def partial_path(path: Path) -> Path:
+    """Where a file or folder is while it is being written."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def write_file(path: Path, write: Callable[[Path], None]) -> None:
+    """Let ``write`` make a file beside ``path``, fsync it and rename it into place.
+
+    When anything of it raises, the new file is removed and ``path`` is as it was.
+    """
+    aside = partial_path(path)
+    try:
+        write(aside)
+        _fsync(aside)
+        aside.rename(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write contiguous CPU tensors as safetensors, with text in the header.
 
     Raises OSError when the disk does not take them all, with the errno that the library puts in words only.
     """
@@ -40,7 +63,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
     try:
-        save_file(dict(tensors), path, metadata={"format": "pt"})
+        save_file(dict(tensors), path, metadata={"format": "pt", **(metadata or {})})
         with safe_open(path, "pt"):  # compares the length with the header: a write cut short is found here
             pass
     except SafetensorError as error:
@@ -60,8 +83,10 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _put_in_place(aside: Path, directory: Path) -> None:
-    """Rename; a rename onto a full directory is refused by the system, so the old one steps aside."""
+def put_in_place(aside: Path, directory: Path) -> None:
+    """Fsync and rename; a rename onto a full directory is refused by the system, so the old one steps aside."""
+    for path in (*aside.iterdir(), aside):
+        _fsync(path)
     replaced = directory.with_name(f".{directory.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if directory.exists():

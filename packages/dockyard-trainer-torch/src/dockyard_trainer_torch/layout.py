@@ -88,6 +88,10 @@ class TensorBatch:
     sequence_M: Tensor  # index of the sequence each trained token belongs to
     num_rows: int
     """1 + the largest of ``sequence_M``."""
+    proximal_logprobs_M: Tensor | None = None
+    """Of the weights before the batch's first update."""
+    ref_logprobs_M: Tensor | None = None
+    """Of the frozen reference."""
 
     @property
     def num_tokens(self) -> int:
@@ -99,6 +103,7 @@ def tensor_batch(micro_batch: MicroBatch, device: str, *, share_prefixes: bool) 
     """Lay a micro-batch out and move it to the device; order M is that of the rows of [B, L]."""
     targets_M = np.flatnonzero(micro_batch.loss_mask_BL)
     sequence_M = micro_batch.sequence_ids_BL.reshape(-1)[targets_M]
+    proximal_BL = micro_batch.proximal_logprobs_BL
     layout = (_prefix_layout(micro_batch, device) if share_prefixes else None) or _packed_layout(micro_batch, device)
 
     def at_targets(array_BL: np.ndarray) -> Tensor:
@@ -110,11 +115,12 @@ def tensor_batch(micro_batch: MicroBatch, device: str, *, share_prefixes: bool) 
         advantages_M=at_targets(micro_batch.advantages_BL),
         sequence_M=torch.from_numpy(sequence_M).to(device),
         num_rows=int(sequence_M.max(initial=-1)) + 1,
+        proximal_logprobs_M=None if proximal_BL is None else at_targets(proximal_BL),
     )
 
 
 def _packed_layout(micro_batch: MicroBatch, device: str) -> PackedLayout:
-    used = _used_length(micro_batch)
+    used = micro_batch.used_length
     token_ids_BL = np.ascontiguousarray(micro_batch.token_ids_BL[:, :used])
     targets_M = np.flatnonzero(micro_batch.loss_mask_BL[:, :used])
     return PackedLayout(
@@ -124,12 +130,6 @@ def _packed_layout(micro_batch: MicroBatch, device: str) -> PackedLayout:
         predictors_M=torch.from_numpy(targets_M - 1).to(device),
         target_ids_M=torch.from_numpy(token_ids_BL.reshape(-1)[targets_M]).to(device),
     )
-
-
-def _used_length(micro_batch: MicroBatch) -> int:
-    """Columns before the last one that is padding in every row, at least 1."""
-    used = np.flatnonzero((micro_batch.sequence_ids_BL >= 0).any(axis=0))
-    return int(used[-1]) + 1 if len(used) else 1
 
 
 def _position_ids(micro_batch: MicroBatch) -> np.ndarray:
@@ -181,8 +181,7 @@ def _prefix_layout(micro_batch: MicroBatch, device: str) -> PrefixLayout | None:
     prefix_of_N = np.array([prefix for prefix, _, _ in rows])
     prefix_ids_PL, prefix_lengths_P = _padded([np.frombuffer(key, np.int64) for key in prefixes])
     suffix_ids_NS, _ = _padded([sequence.suffix[:-1] for sequence in distinct])
-    num_packed = micro_batch.shape[0] * _used_length(micro_batch)
-    if prefix_ids_PL.size + suffix_ids_NS.size > _WORTHWHILE * num_packed:
+    if prefix_ids_PL.size + suffix_ids_NS.size > _WORTHWHILE * micro_batch.num_positions:
         return None
     # The first trained token is predicted by the prefix's end, offset k > 0 by suffix position k - 1.
     first_predictors_N = prefix_of_N * prefix_ids_PL.shape[1] + prefix_lengths_P[prefix_of_N] - 1

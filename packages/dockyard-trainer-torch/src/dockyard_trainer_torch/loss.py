@@ -33,6 +33,11 @@ class TokenBatch:
     ref_logprobs_M: Tensor | None = None
     entropy_M: Tensor | None = None
 
+    @property
+    def tangent_M(self) -> Tensor:
+        """0 in value and 1 in gradient: added to a detached number, it makes it grow with ``logprobs_M``."""
+        return self.logprobs_M - self.logprobs_M.detach()
+
     def sequence_mean(self, values_M: Tensor) -> Tensor:
         """Mean over each sequence's trained tokens, [S]; 0 where a sequence has none."""
         zeros_S = values_M.new_zeros(self.num_rows)
@@ -48,20 +53,13 @@ class LossTerms:
     sums: Mapping[str, Tensor]
     """Detached sums over trained tokens; dividing by their number gives the step's means."""
     offpolicy_abs_diff_max: Tensor
+    """Largest |logpi - logmu| of a trained token."""
+    mismatch_abs_diff_max: Tensor
+    """Largest |logpi_old - logmu|, which is what the correction acts on."""
 
 
-def _with_gradient_of(value_M: Tensor, source_M: Tensor) -> Tensor:
-    """``value_M`` with the gradient of ``source_M``.
-
-    The difference is exactly 0; ``source + (value - source).detach()`` would lose the value to
-    rounding when the source is huge, which is when it is clamped.
-    """
-    return value_M.detach() + (source_M - source_M.detach())
-
-
-def _clamped(exponent_M: Tensor) -> Tensor:
-    """Clamp to ±20; the gradient passes through."""
-    return _with_gradient_of(exponent_M.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT), exponent_M)
+def _clamp(exponent: Tensor) -> Tensor:
+    return exponent.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
 
 
 def _clipped_surrogate(config: LossConfig, ratio_M: Tensor, advantages_M: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,19 +78,20 @@ def _clipped_surrogate(config: LossConfig, ratio_M: Tensor, advantages_M: Tensor
 
 def clip_loss(config: LossConfig, tokens: TokenBatch, log_ratio_M: Tensor) -> tuple[Tensor, Tensor]:
     """PPO's clipped surrogate per token; asymmetric bounds are DAPO's (arXiv:2503.14476)."""
-    return _clipped_surrogate(config, _clamped(log_ratio_M).exp(), tokens.advantages_M)
+    ratio_M = (_clamp(log_ratio_M) + tokens.tangent_M).exp()
+    return _clipped_surrogate(config, ratio_M, tokens.advantages_M)
 
 
 def cispo_loss(config: LossConfig, tokens: TokenBatch, log_ratio_M: Tensor) -> tuple[Tensor, Tensor]:
     """Bounded detached ratio on a policy-gradient term (arXiv:2506.13585): no token loses its gradient."""
-    ratio_M = _clamped(log_ratio_M).exp().detach()
+    ratio_M = _clamp(log_ratio_M).exp()
     loss_M = -ratio_M.clamp(max=config.cispo_max) * tokens.advantages_M * tokens.logprobs_M
     return loss_M, ratio_M > config.cispo_max
 
 
 def gspo_loss(config: LossConfig, tokens: TokenBatch, log_ratio_M: Tensor) -> tuple[Tensor, Tensor]:
     """Clipped surrogate of the length-normalised sequence ratio (arXiv:2507.18071), on each token."""
-    ratio_S = _clamped(tokens.sequence_mean(log_ratio_M)).exp()
+    ratio_S = (_clamp(tokens.sequence_mean(log_ratio_M)) + tokens.sequence_mean(tokens.tangent_M)).exp()
     return _clipped_surrogate(config, ratio_S[tokens.sequence_M], tokens.advantages_M)
 
 
@@ -114,7 +113,7 @@ def correction_weight(config: LossConfig, tokens: TokenBatch, proximal_M: Tensor
     """Detached behaviour-correction weight [M] from r = exp(logpi_old - logmu)."""
     if config.effective_correction == "none":
         return torch.ones_like(proximal_M)
-    log_r_M = (proximal_M - tokens.sampled_logprobs_M).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+    log_r_M = _clamp(proximal_M - tokens.sampled_logprobs_M)
     r_M = log_r_M.exp()
     if config.effective_correction == "tis":
         return r_M.clamp(max=config.tis_max)
@@ -126,13 +125,33 @@ def correction_weight(config: LossConfig, tokens: TokenBatch, proximal_M: Tensor
     return r_M
 
 
-def kl_estimate(config: LossConfig, logprobs_M: Tensor, ref_logprobs_M: Tensor) -> Tensor:
-    """k1 = -d, k2 = d²/2 or k3 = e^d - 1 - d with d = logpi_ref - logpi, |d| <= 20 straight-through."""
-    d_M = _clamped(ref_logprobs_M - logprobs_M)
-    kl_M = {"k1": lambda: -d_M, "k2": lambda: d_M.square() / 2, "k3": lambda: d_M.expm1() - d_M}[config.kl_estimator]()
+def kl_estimate(config: LossConfig, d_M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """k1 = -d, k2 = d²/2 or k3 = e^d - 1 - d, with its slope in logpi = logpi_ref - d, and kl + slope.
+
+    The slopes are written out because autograd would make them of numbers that cancel: of e^d and 1
+    where d is small, and in kl + slope of k3, which is -d, of two e^d where d is large.
+    """
+    match config.kl_estimator:
+        case "k1":
+            kl_M, slope_M, total_M = -d_M, torch.ones_like(d_M), 1 - d_M
+        case "k2":
+            kl_M, slope_M, total_M = d_M.square() / 2, -d_M, d_M.square() / 2 - d_M
+        case "k3":
+            kl_M, slope_M, total_M = d_M.expm1() - d_M, -d_M.expm1(), -d_M
     if config.kl_max is not None:
-        kl_M = _with_gradient_of(kl_M.clamp(max=config.kl_max), kl_M)
-    return kl_M
+        is_bounded_M = kl_M > config.kl_max
+        kl_M = torch.where(is_bounded_M, config.kl_max, kl_M)
+        total_M = torch.where(is_bounded_M, slope_M + config.kl_max, total_M)
+    return kl_M, slope_M, total_M
+
+
+def kl_loss(config: LossConfig, tokens: TokenBatch, log_ratio_M: Tensor, weight_M: Tensor) -> Tensor:
+    """KL to the reference per token; ``score`` is the exact off-policy gradient (arXiv:2506.09477)."""
+    assert tokens.ref_logprobs_M is not None
+    kl_M, slope_M, total_M = kl_estimate(config, _clamp(tokens.ref_logprobs_M - tokens.logprobs_M.detach()))
+    if config.kl_gradient == "plain":
+        return kl_M + slope_M * tokens.tangent_M
+    return weight_M * _clamp(log_ratio_M).exp() * (kl_M + total_M * tokens.tangent_M)
 
 
 def aggregate(
@@ -155,20 +174,13 @@ def policy_loss(config: LossConfig, tokens: TokenBatch, *, num_valid_tokens: int
             logprobs when ``kl_coef`` is not 0, proximal ones under ``proximal="given"``.
         num_valid_tokens, num_sequences: counts of the whole step over ranks and micro-batches.
     """
-    logprobs_M = tokens.logprobs_M
     proximal_M = _proximal(config, tokens)
-    log_ratio_M = logprobs_M - proximal_M
+    log_ratio_M = tokens.logprobs_M.detach() - proximal_M
     variant_M, is_clipped_M = VARIANTS[config.variant](config, tokens, log_ratio_M)
     weight_M = correction_weight(config, tokens, proximal_M)
     loss_M = weight_M * variant_M
-    kl_M = torch.zeros_like(logprobs_M)
     if config.kl_coef:
-        assert tokens.ref_logprobs_M is not None
-        kl_M = kl_estimate(config, logprobs_M, tokens.ref_logprobs_M)
-        if config.kl_gradient == "score":
-            kappa_M = weight_M * _clamped(log_ratio_M).exp().detach()
-            kl_M = kappa_M * (kl_M + kl_M.detach() * (logprobs_M - logprobs_M.detach()))
-        loss_M = loss_M + config.kl_coef * kl_M
+        loss_M = loss_M + config.kl_coef * kl_loss(config, tokens, log_ratio_M, weight_M)
     if config.entropy_coef:
         assert tokens.entropy_M is not None
         loss_M = loss_M - config.entropy_coef * tokens.entropy_M
@@ -191,12 +203,14 @@ def _with_metrics(
 ) -> LossTerms:
     logprobs_M = tokens.logprobs_M
     drift_M = (logprobs_M - tokens.sampled_logprobs_M).abs()
-    log_r_M = (proximal_M - tokens.sampled_logprobs_M).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+    mismatch_M = (proximal_M - tokens.sampled_logprobs_M).abs()
+    log_r_M = _clamp(proximal_M - tokens.sampled_logprobs_M)
     r_M = log_r_M.exp()
     sums = {
         "num_tokens": torch.ones_like(logprobs_M).sum(),
         "clip_fraction": is_clipped_M.float().sum(),
         "offpolicy_abs_diff_mean": drift_M.sum(),
+        "mismatch_abs_diff_mean": mismatch_M.sum(),
         "correction_mean": weight_M.sum(),
         "correction_bound_fraction": (weight_M != r_M).float().sum(),
         "kl_sampled_proximal": (r_M - 1 - log_r_M).sum(),
@@ -204,7 +218,16 @@ def _with_metrics(
     if tokens.entropy_M is not None:
         sums["entropy"] = tokens.entropy_M.sum()
     if tokens.ref_logprobs_M is not None:
-        d_M = (tokens.ref_logprobs_M - logprobs_M).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+        d_M = _clamp(tokens.ref_logprobs_M - logprobs_M)
         sums["kl_ref"] = (d_M.expm1() - d_M).sum()
-    drift_max = drift_M.max() if len(drift_M) else drift_M.new_zeros(())
-    return LossTerms(loss=loss, sums=sums, offpolicy_abs_diff_max=drift_max)
+    return LossTerms(
+        loss=loss,
+        sums=sums,
+        offpolicy_abs_diff_max=_largest(drift_M),
+        mismatch_abs_diff_max=_largest(mismatch_M),
+    )
+
+
+def _largest(values_M: Tensor) -> Tensor:
+    """Maximum of numbers >= 0; 0 when there are none."""
+    return values_M.max() if len(values_M) else values_M.new_zeros(())

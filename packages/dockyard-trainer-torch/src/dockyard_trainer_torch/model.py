@@ -6,8 +6,6 @@ and U as in `layout`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +15,13 @@ from torch import Tensor, nn
 from dockyard_core.errors import ConfigError
 from dockyard_trainer_torch.layout import Layout, PackedLayout, PrefixLayout
 from dockyard_trainer_torch.logprobs import chunked_logprobs
+from dockyard_trainer_torch.sharded_files import region_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from torch.distributed import ProcessGroup
+    from transformers import PretrainedConfig, PreTrainedModel
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """``model_type`` of the families whose names, ties and packing are tested."""
 
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -53,12 +53,12 @@ def resolve_model_dir(model: str | Path) -> Path:
         ) from error
 
 
-def load_causal_lm(model_dir: Path) -> PreTrainedModel:
-    """Load the model in float32 with scaled-dot-product attention and no dropout.
+def read_config(model_dir: Path) -> PretrainedConfig:
+    """The model's configuration, without dropout.
 
-    Raises ConfigError for a directory without a model or a family outside ``FAMILIES``.
+    Raises ConfigError for a directory without one, or a family outside ``FAMILIES``.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     if not (model_dir / "config.json").is_file():
         raise ConfigError(
@@ -71,30 +71,19 @@ def load_causal_lm(model_dir: Path) -> PreTrainedModel:
             "choose a checkpoint of one of them"
         )
     config.attention_dropout = 0.0
-    try:
-        with _without_progress_bar():
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                model_dir, config=config, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True
-            )
-    except OSError as error:
-        raise ConfigError(
-            f"policy.model has no readable *.safetensors, got {str(model_dir)!r} ({error}); "
-            "save it with save_pretrained"
-        ) from error
-    return model.eval()
+    return config
 
 
-@contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    from transformers.utils import logging
+def build_causal_lm(config: PretrainedConfig) -> PreTrainedModel:
+    """The model in float32 with scaled-dot-product attention, without memory for its parameters."""
+    from transformers import AutoModelForCausalLM
 
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    # No checkpoint holds the frequencies: they follow from the configuration.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+    built: PreTrainedModel = model.eval()
+    return built
 
 
 class TokenScorer(nn.Module):
@@ -104,10 +93,14 @@ class TokenScorer(nn.Module):
     gather the weights around it.
     """
 
-    def __init__(self, causal_lm: PreTrainedModel, *, chunk_tokens: int) -> None:
+    def __init__(
+        self, causal_lm: PreTrainedModel, *, chunk_tokens: int | None = None, vocab_group: ProcessGroup | None = None
+    ) -> None:
         super().__init__()
         self.causal_lm = causal_lm
-        self.chunk_tokens = chunk_tokens
+        self._chunk_tokens = chunk_tokens
+        self._vocab_group = vocab_group
+        """Ranks that hold a part of the output embedding each; None = this one holds it all."""
 
     @property
     def can_share_prefixes(self) -> bool:
@@ -115,21 +108,36 @@ class TokenScorer(nn.Module):
         config = self.causal_lm.config
         return all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or [])
 
-    def forward(self, layout: Layout, *, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return (logprobs_M, entropy_M) of the layout's trained tokens, float32, nats."""
-        causal_lm: Any = self.causal_lm
+    def forward(self, layout: Layout, *, temperature: float, with_entropy: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Return (logprobs_M, entropy_M) of the layout's trained tokens, float32, nats; None for no entropy."""
         if isinstance(layout, PackedLayout):
             hidden, targets = self._packed_hidden(layout), layout.target_ids_M
         else:
             hidden, targets = self._prefix_hidden(layout), layout.target_ids_U
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+        weight, offset = self._local_vocabulary()
         logprobs, entropy = chunked_logprobs(
-            hidden, causal_lm.lm_head.weight, targets, temperature=temperature, chunk_tokens=self.chunk_tokens
+            hidden,
+            weight,
+            targets,
+            temperature=temperature,
+            chunk_tokens=self._chunk_tokens,
+            with_entropy=with_entropy,
+            vocab_group=self._vocab_group,
+            vocab_offset=offset,
         )
         if isinstance(layout, PackedLayout):
             return logprobs, entropy
-        return logprobs[layout.distinct_M], entropy[layout.distinct_M]
+        return logprobs[layout.distinct_M], None if entropy is None else entropy[layout.distinct_M]
+
+    def _local_vocabulary(self) -> tuple[Tensor, int]:
+        """This rank's rows of the output embedding, and the first one's token id."""
+        causal_lm: Any = self.causal_lm
+        weight = causal_lm.lm_head.weight
+        if self._vocab_group is None:
+            return weight, 0
+        return weight.to_local(), region_of(weight).offset[0]
 
     def _packed_hidden(self, layout: PackedLayout) -> Tensor:
         """Hidden states [M, D] at the predicting positions.
@@ -157,7 +165,9 @@ class TokenScorer(nn.Module):
         ).last_hidden_state
         hidden = prefix_PLD.flatten(0, 1)
         if layout.suffix_ids_NS.shape[1]:
-            cache.reorder_cache(layout.prefix_of_N)
+            for layer in cache.layers:
+                layer.keys = _rows_of(layer.keys, layout.prefix_of_N)
+                layer.values = _rows_of(layer.values, layout.prefix_of_N)
             suffix_NSD: Tensor = causal_lm.model(
                 input_ids=layout.suffix_ids_NS,
                 position_ids=layout.suffix_position_ids_NS,
@@ -167,3 +177,8 @@ class TokenScorer(nn.Module):
             ).last_hidden_state
             hidden = torch.cat([hidden, suffix_NSD.flatten(0, 1)])
         return hidden[layout.predictors_U]
+
+
+def _rows_of(states: Tensor, rows_N: Tensor) -> Tensor:
+    """Rows by index; as a matrix, because the gradient of a selection of more dimensions is added up slowly."""
+    return states.flatten(1).index_select(0, rows_N).unflatten(1, states.shape[1:])

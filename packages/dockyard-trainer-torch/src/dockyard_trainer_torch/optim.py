@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch import Tensor, nn
 
 from dockyard_trainer_torch.config import TorchPolicyConfig
-from dockyard_trainer_torch.ranks import whole
+from dockyard_trainer_torch.ranks import Ranks, local, num_replicas
+
+_PART_ELEMENTS = 1 << 26
+"""With offload, moments come to the device in parts of about this many elements (512 MiB for both)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientReport:
-    """What became of a step's gradient."""
+    """What became of an update's gradient."""
 
     grad_norm: float
     """Global, before clipping."""
@@ -25,27 +28,56 @@ class GradientReport:
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: TorchPolicyConfig) -> torch.optim.AdamW:
-    """AdamW that decays matrices only; its step count is 0 and its moments are allocated at once."""
-    params = list(parameters)
-    groups = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=config.betas,
-        eps=config.eps,
-        foreach=True,
-    )
+    """AdamW that decays matrices only; its step count is 0 and its moments are allocated at once.
+
+    With ``optimizer_offload`` the moments are in host memory.
+    """
+    params = [param for param in parameters if param.requires_grad]
+    groups = [group for key in _keys(params) for group in _groups(key, params, config)]
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
     # torch allocates moments at the first step; a checkpoint written before it needs them too.
     for param in params:
+        # What "fused" reads of the step count is on the parameter's device.
         optimizer.state[param] = {
-            "step": torch.tensor(0.0),
+            "step": torch.zeros((), device=local(param).device),
             "exp_avg": torch.zeros_like(param),
             "exp_avg_sq": torch.zeros_like(param),
         }
+        if config.optimizer_offload:
+            _move_moments(optimizer, param, torch.device("cpu"))
     return optimizer
+
+
+def _key(param: nn.Parameter) -> tuple[bool, Any]:
+    """Whether it decays, and its mesh: torch steps parameters of one mesh together."""
+    return param.ndim >= 2, getattr(param, "device_mesh", None)
+
+
+def _keys(params: list[nn.Parameter]) -> Iterable[tuple[bool, Any]]:
+    return dict.fromkeys(map(_key, params))
+
+
+def _groups(key: tuple[bool, Any], params: list[nn.Parameter], config: TorchPolicyConfig) -> Iterator[dict[str, Any]]:
+    is_decayed, _ = key
+    options = {"weight_decay": config.weight_decay if is_decayed else 0.0}
+    alike = [param for param in params if _key(param) == key]
+    if not config.optimizer_offload:
+        yield {"params": alike, **options}
+        return
+    part: list[nn.Parameter] = []
+    for param in alike:
+        part.append(param)
+        if sum(local(held).numel() for held in part) >= _PART_ELEMENTS:
+            yield {"params": part, **options}
+            part = []
+    if part:
+        yield {"params": part, **options}
+
+
+def _move_moments(optimizer: torch.optim.Optimizer, param: nn.Parameter, device: torch.device) -> None:
+    state = optimizer.state[param]
+    for moment in ("exp_avg", "exp_avg_sq"):
+        state[moment] = state[moment].to(device)
 
 
 def learning_rate_at(config: TorchPolicyConfig, version: int) -> float:
@@ -70,9 +102,9 @@ def zero_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def apply_gradients(
-    optimizer: torch.optim.Optimizer, *, learning_rate: float, max_grad_norm: float, loss: float = 0.0
+    optimizer: torch.optim.Optimizer, config: TorchPolicyConfig, ranks: Ranks, *, learning_rate: float, loss: float
 ) -> GradientReport:
-    """Clip by global norm and take one step, or none when the norm or the loss is not finite.
+    """Clip by global norm and take one step, or none when the norm or the loss is not finite (collective).
 
     A parameter without a gradient counts as gradient 0: a batch of zero advantages must move the
     weights (by momentum) exactly as much whether or not its rows were left out.
@@ -81,13 +113,42 @@ def apply_gradients(
     for param in params:
         if param.grad is None:
             param.grad = torch.zeros_like(param)
-    total_norm = whole(get_total_norm([param.grad for param in params]))
-    grad_norm = float(total_norm)
+    grads = [local(param.grad) for param in params]
+    grad_norm = global_norm(params, grads, ranks)
     is_skipped = not (math.isfinite(grad_norm) and math.isfinite(loss))
     if not is_skipped:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        clip_grads_with_norm_(params, max_grad_norm, total_norm)
-        optimizer.step()
+        if grad_norm > config.max_grad_norm:
+            torch._foreach_mul_(grads, config.max_grad_norm / grad_norm)
+        _step(optimizer, config)
     zero_gradients(optimizer)
     return GradientReport(grad_norm=grad_norm, is_skipped=is_skipped)
+
+
+def global_norm(params: list[nn.Parameter], grads: list[Tensor], ranks: Ranks) -> float:
+    """Euclidean norm of the whole gradient, equal on every rank, whatever the meshes of its parts.
+
+    Each rank adds up its own elements; what several ranks hold counts for a share on each.
+    """
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(grads)])
+    shares = norms.new_tensor([1 / num_replicas(param, ranks.world_size) for param in params])
+    squares = (norms.square() * shares).sum().to(ranks.device)  # offloaded gradients are on the host
+    return float(ranks.sum(squares).sqrt())
+
+
+def _step(optimizer: torch.optim.Optimizer, config: TorchPolicyConfig) -> None:
+    if not config.optimizer_offload:
+        optimizer.step()
+        return
+    groups = optimizer.param_groups
+    try:
+        for group in groups:
+            for param in group["params"]:
+                _move_moments(optimizer, param, local(param).device)
+            optimizer.param_groups = [group]
+            optimizer.step()
+            for param in group["params"]:
+                _move_moments(optimizer, param, torch.device("cpu"))
+    finally:
+        optimizer.param_groups = groups

@@ -1,81 +1,79 @@
 """The state of a policy at one moment, held in host memory, and the directories it is written to.
 
-<directory>/                                         of `TorchSnapshot.write`
+<directory>/                                         of `TorchSnapshot.write`: one rank
   config.json, model.safetensors, tokenizer files    a Hugging Face model, weights in float32
   optimizer.safetensors                              moments, by weight name; the RNG state
-  trainer.json                                       format, version, optimizer steps, counters
+  trainer.json                                       format, version, updates, counters
+
+<directory>/                                         of `ShardedSnapshot.write`: W ranks, each its own files
+  model-0000r-of-0000W.safetensors                   the blocks of the weights that rank r holds
+  optimizer-0000r-of-0000W.safetensors               their moments; the RNG state of the rank
+  trainer.json                                       from rank 0: the same, and which save the files belong to
+
+With frozen parameters (a base under adapters) or fused ones (experts), the files of one rank hold what is
+trained, under its own names, and are no Hugging Face model; `export` writes one.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from dockyard_trainer_torch.disk import link_or_copy, save_tensors, write_aside
-from dockyard_trainer_torch.weights import ModelSource, gather, named_weights, write_hf
+from dockyard_trainer_torch.disk import link_or_copy, save_tensors, write_aside, write_file
+from dockyard_trainer_torch.exported import ExportedWeights, copy_exported
+from dockyard_trainer_torch.sharded_files import file_name, save_shards
+from dockyard_trainer_torch.state import State, copy_state
+from dockyard_trainer_torch.weights import ModelSource, weight_manifest, write_hf
 
 if TYPE_CHECKING:
     from dockyard_trainer_torch.policy import TorchPolicy
 
-FORMAT = 1
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
+def take(policy: TorchPolicy, *, for_export: bool = True) -> TorchSnapshot | ShardedSnapshot:
+    """Copy this rank's state into host memory (collective).
 
-def take(policy: TorchPolicy) -> TorchSnapshot:
-    """Copy weights, moments and RNG of the policy into the memory of rank 0 (collective)."""
-    is_writer = policy.ranks.rank == 0
-    weights = gather(dict(named_weights(policy.causal_lm)), torch.float32, is_kept=is_writer)
-    moments = {
-        f"{moment}.{name}": policy.optimizer.state[param][moment]
-        for moment in MOMENTS
-        for name, param in named_weights(policy.causal_lm)
-    }
-    optimizer_state = gather(moments, torch.float32, is_kept=is_writer) | {"rng": torch.get_rng_state()}
-    meta = {
-        "format": FORMAT,
-        "version": policy.version,
-        "optimizer_steps": policy.version,
-        "num_skipped_steps": policy.num_skipped_steps,
-        "config": policy.config.model_dump(mode="json"),
-    }
-    return TorchSnapshot(
-        weights,
-        optimizer_state,
-        meta,
-        source=ModelSource.of(policy),
-        export_dtype=getattr(torch, policy.config.dtype),
-        is_writer=is_writer,
-    )
+    Args:
+        for_export: also gather the whole tensors that `export` writes. Without, nothing is gathered, and
+            several ranks have nothing to export.
+    """
+    state = copy_state(policy)
+    source = ModelSource.of(policy)
+    dtype = getattr(torch, policy.config.dtype)
+    if policy.ranks.world_size > 1:
+        exported = copy_exported(policy) if for_export else None
+        return ShardedSnapshot(state, exported, source=source, export_dtype=dtype, rank=policy.ranks.rank)
+    is_whole = [spec.name for spec in weight_manifest(policy)] == list(state.weights)
+    exported = None if is_whole or not for_export else copy_exported(policy)
+    return TorchSnapshot(state, exported, source=source, export_dtype=dtype, is_model=is_whole)
 
 
 class TorchSnapshot:
-    """Implements ``dockyard_core.policy.PolicySnapshot``: rank 0 writes, the others have nothing to write.
+    """Implements ``dockyard_core.policy.PolicySnapshot`` for one rank.
 
     It shares no memory with the policy. Its methods are for one thread at a time.
     """
 
     def __init__(
         self,
-        weights: Mapping[str, Tensor],
-        optimizer_state: Mapping[str, Tensor],
-        meta: Mapping[str, Any],
+        state: State,
+        exported: ExportedWeights | None,
         *,
         source: ModelSource,
         export_dtype: torch.dtype,
-        is_writer: bool,
+        is_model: bool,
     ) -> None:
-        self._weights = weights
-        self._optimizer_state = optimizer_state
-        self._meta = meta
+        self._state = state
+        self._exported = exported
+        """None when the exported weights are those of the state."""
         self._source = source
         self._export_dtype = export_dtype
-        self._is_writer = is_writer
+        self._is_model = is_model
         self._written: tuple[Path, os.stat_result] | None = None
         """Where the float32 weights are on disk, and what that file was when it was written."""
 
@@ -84,8 +82,6 @@ class TorchSnapshot:
 
         Raises OSError when the disk does not take it; ``directory`` is then as it was.
         """
-        if not self._is_writer:
-            return
         write_aside(directory, self._write_files)
         weights = directory / "model.safetensors"
         self._written = weights, weights.stat()
@@ -96,27 +92,33 @@ class TorchSnapshot:
         When that is float32, its weights are the very bytes that `write` has written: they become a hard
         link to them, or a copy on a file system without links.
         """
-        if not self._is_writer:
-            return
-
-        def write_files(aside: Path) -> None:
-            twin = self._twin()
-            if twin is not None:
-                write_hf(self._source, aside, lambda path: link_or_copy(twin, path), self._export_dtype)
-                return
-            weights = {name: tensor.to(self._export_dtype) for name, tensor in self._weights.items()}
-            write_hf(self._source, aside, lambda path: save_tensors(weights, path), self._export_dtype)
-
-        write_aside(directory, write_files)
+        write_aside(directory, lambda aside: write_hf(self._source, aside, self._export_weights, self._export_dtype))
 
     def _write_files(self, aside: Path) -> None:
-        write_hf(self._source, aside, lambda path: save_tensors(self._weights, path), torch.float32)
-        save_tensors(self._optimizer_state, aside / "optimizer.safetensors")
-        (aside / "trainer.json").write_text(json.dumps(self._meta, indent=2) + "\n")
+        if self._is_model:
+            write_hf(self._source, aside, self._write_weights, torch.float32)
+        else:
+            self._write_weights(aside / "model.safetensors")
+        save_shards(self._state.optimizer, aside / "optimizer.safetensors", {"save": self._state.meta["save"]})
+        (aside / "trainer.json").write_text(json.dumps(self._state.meta, indent=2) + "\n")
+
+    def _write_weights(self, path: Path) -> None:
+        # Without the name of the save: equal weights are equal files, wherever they were exported.
+        save_tensors({name: shard.tensor for name, shard in self._state.weights.items()}, path)
+
+    def _export_weights(self, path: Path) -> None:
+        twin = self._twin()
+        if twin is not None:
+            link_or_copy(twin, path)
+        elif self._exported is not None:
+            save_tensors(self._exported.tensors, path)
+        else:
+            weights = self._state.weights.items()
+            save_tensors({name: shard.tensor.to(self._export_dtype) for name, shard in weights}, path)
 
     def _twin(self) -> Path | None:
         """The file that holds the bytes to export; None when there is none, or it is another one by now."""
-        if self._export_dtype is not torch.float32 or self._written is None:
+        if self._export_dtype is not torch.float32 or self._exported is not None or self._written is None:
             return None
         path, written = self._written
         try:
@@ -124,6 +126,83 @@ class TorchSnapshot:
         except FileNotFoundError:
             return None
         return path if is_same else None
+
+
+class ShardedSnapshot:
+    """Implements ``dockyard_core.policy.PolicySnapshot`` for one of several ranks.
+
+    Each rank writes its own files and waits for no other, so that the ranks may write into one directory
+    at the same time. The directory is complete when every rank has returned.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        exported: ExportedWeights | None,
+        *,
+        source: ModelSource,
+        export_dtype: torch.dtype,
+        rank: int,
+    ) -> None:
+        self._state = state
+        self._exported = exported
+        self._source = source
+        self._export_dtype = export_dtype
+        self._rank = rank
+
+    def write(self, directory: Path) -> None:
+        """Write this rank's files, each aside, with fsync and rename, into a directory without a checkpoint.
+
+        Raises OSError when the disk does not take them, or when files of a checkpoint are there already;
+        this rank's files are then gone again.
+        """
+        world_size, metadata = self._state.meta["world_size"], {"save": self._state.meta["save"]}
+        weights, optimizer = (file_name(kind, self._rank, world_size) for kind in ("model", "optimizer"))
+        files: dict[str, Callable[[Path], None]] = {
+            weights: lambda path: save_shards(self._state.weights, path, metadata),
+            optimizer: lambda path: save_shards(self._state.optimizer, path, metadata),
+        }
+        if self._rank == 0:
+            files["trainer.json"] = self._write_meta
+        _write_new_files(directory, files)
+
+    def export(self, directory: Path) -> None:
+        """Write this rank's file of a sharded Hugging Face model in the policy's dtype; rank 0 the rest.
+
+        Raises OSError like `write`.
+        """
+        exported = self._exported
+        assert exported is not None, "taken for a save only"
+        files: dict[str, Callable[[Path], None]] = {}
+        if exported.file is not None:
+            files[exported.file] = lambda path: save_tensors(exported.tensors, path)
+        _write_new_files(directory, files)
+        if self._rank == 0:
+            write_hf(self._source, directory, lambda path: exported.write_index(path.parent), self._export_dtype)
+
+    def _write_meta(self, path: Path) -> None:
+        path.write_text(json.dumps(self._state.meta, indent=2) + "\n")
+
+
+def _write_new_files(directory: Path, files: dict[str, Callable[[Path], None]]) -> None:
+    """Write the files, or none of them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in (*files, "model.safetensors"):  # the last is of a checkpoint of one rank
+        if (directory / name).exists():
+            raise FileExistsError(
+                errno.EEXIST,
+                "several ranks write into a directory that holds no checkpoint or model yet; give another one",
+                str(directory / name),
+            )
+    written: list[Path] = []
+    try:
+        for name, write in files.items():
+            write_file(directory / name, write)
+            written.append(directory / name)
+    except OSError:
+        for path in written:
+            path.unlink(missing_ok=True)
+        raise
 
 
 def _identity(stat: os.stat_result) -> tuple[int, ...]:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dockyard_core.policy import WeightChunk, WeightSink
 from dockyard_core.refit import TensorSpec
-from dockyard_trainer_torch.disk import save_tensors
+from dockyard_trainer_torch.lora import is_adapter, lora_parents, merged_weight
+from dockyard_trainer_torch.names import parts_of, shape_of
 from dockyard_trainer_torch.ranks import Ranks, whole
 
 if TYPE_CHECKING:
@@ -29,15 +30,30 @@ _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter once, in the model's own order, which is the order of the manifest."""
-    return iter(model.named_parameters(remove_duplicate=True))
+    """Every weight once, in the model's own order, which is the order of the manifest; no adapters."""
+    return ((name, param) for name, param in model.named_parameters(remove_duplicate=True) if not is_adapter(name))
 
 
 def weight_manifest(policy: TorchPolicy) -> tuple[TensorSpec, ...]:
     """Names, dtypes and whole shapes of what ``policy.stream_weights`` hands out, in its order."""
     return tuple(
-        TensorSpec(name, policy.config.dtype, tuple(param.shape)) for name, param in named_weights(policy.causal_lm)
+        TensorSpec(part.name, policy.config.dtype, shape_of(part, tuple(param.shape)))
+        for name, param in named_weights(policy.causal_lm)
+        for part in parts_of(name, tuple(param.shape))
     )
+
+
+@torch.no_grad()
+def hf_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors by Hugging Face name, in the manifest's order, adapters merged (collective).
+
+    One parameter is gathered at a time; a tensor may share its memory, and is valid until the next one.
+    """
+    adapted = lora_parents(model)
+    for name, param in named_weights(model):
+        tensor = merged_weight(adapted[name]) if name in adapted else whole(param).detach()
+        for part in parts_of(name, tuple(param.shape)):
+            yield part.name, tensor if part.row is None else tensor[part.row, part.start : part.stop]
 
 
 @torch.no_grad()
@@ -46,34 +62,10 @@ def stream(model: nn.Module, sink: WeightSink, *, dtype: torch.dtype, ranks: Ran
 
     Raises what the sink raised on the rank where it did, RuntimeError on the others.
     """
-    for name, param in named_weights(model):
-        tensor = whole(param).detach().to(dtype)
-        is_failed = True
-        try:
+    for name, whole_tensor in hf_tensors(model):
+        tensor = whole_tensor.to(dtype)
+        with ranks.together(RuntimeError(f"the weight sink of another rank raised at {name!r}; see that rank's error")):
             sink(WeightChunk(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor))
-            is_failed = False
-        finally:
-            is_failed_anywhere = ranks.any(is_failed)
-        if is_failed_anywhere:
-            raise RuntimeError(f"the weight sink of another rank raised at {name!r}; see that rank's error")
-
-
-@torch.no_grad()
-def gather(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None, *, is_kept: bool) -> dict[str, Tensor]:
-    """Copies of whole tensors in host memory, one tensor at a time (collective).
-
-    Args:
-        tensors: equal names in equal order on every rank, sharded or not.
-        dtype: None = each tensor's own.
-        is_kept: False on ranks that only take part; they get nothing.
-    """
-    held = {}
-    for name, tensor in tensors.items():
-        gathered = whole(tensor).detach()
-        if is_kept:
-            # A tensor of the CPU would otherwise be handed out itself, and change with the next step.
-            held[name] = gathered.to("cpu", dtype or gathered.dtype, copy=True).contiguous()
-    return held
 
 
 class ModelSource(NamedTuple):
@@ -89,21 +81,6 @@ class ModelSource(NamedTuple):
         """Of a policy, as it is now."""
         config = policy.causal_lm.config
         return cls(type(config), config.to_dict(), policy.model_dir)
-
-
-def export_hf(policy: TorchPolicy, directory: Path) -> None:
-    """Write config, safetensors and the source's tokenizer files: what AutoModelForCausalLM and engines load.
-
-    Weights are in ``config.dtype``. Collective; rank 0 writes. Raises OSError there.
-    """
-    dtype: torch.dtype = getattr(torch, policy.config.dtype)
-    is_writer = policy.ranks.rank == 0
-    weights = gather(dict(named_weights(policy.causal_lm)), dtype, is_kept=is_writer)
-    try:
-        if is_writer:
-            write_hf(ModelSource.of(policy), directory, lambda path: save_tensors(weights, path), dtype)
-    finally:
-        policy.ranks.barrier()
 
 
 def write_hf(source: ModelSource, directory: Path, write_weights: Callable[[Path], None], dtype: torch.dtype) -> None:

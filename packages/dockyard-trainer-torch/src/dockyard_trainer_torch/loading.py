@@ -1,0 +1,139 @@
+"""Fills a model that holds no memory yet from safetensors: each rank reads its own part of each tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dockyard_core.errors import ConfigError
+from dockyard_trainer_torch.lora import is_adapter
+from dockyard_trainer_torch.names import Part, parts_of, shape_of
+from dockyard_trainer_torch.ranks import local
+from dockyard_trainer_torch.sharded_files import Region, region_of
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+class WeightFiles:
+    """The tensors of a Hugging Face directory, by name; a file is mapped when its first tensor is read."""
+
+    def __init__(self, file_of: Mapping[str, Path], stack: ExitStack) -> None:
+        self.names = frozenset(file_of)
+        self._file_of = file_of
+        self._stack = stack
+        self._open: dict[Path, Any] = {}
+
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        """A tensor, or a block of it."""
+        box = ... if region is None else tuple(map(slice, region.offset, region.stop))
+        tensor: Tensor = self._slice(name)[box]
+        return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        return tuple(self._slice(name).get_shape())
+
+    def _slice(self, name: str) -> Any:
+        path = self._file_of[name]
+        if path not in self._open:
+            self._open[path] = self._stack.enter_context(_opened(path))
+        return self._open[path].get_slice(name)
+
+
+@contextmanager
+def weight_files(model_dir: Path) -> Iterator[WeightFiles]:
+    """Open a directory with model.safetensors, or with shards and their index.
+
+    Raises ConfigError when there are none, or one is missing or damaged.
+    """
+    if (model_dir / _INDEX).is_file():
+        try:
+            listed: Mapping[str, str] = json.loads((model_dir / _INDEX).read_text())["weight_map"]
+        except (OSError, ValueError, KeyError) as error:
+            raise _unreadable(model_dir / _INDEX, error) from error
+        file_of = {name: model_dir / file for name, file in listed.items()}
+    else:
+        with _opened(model_dir / _SINGLE) as file:
+            file_of = dict.fromkeys(file.keys(), model_dir / _SINGLE)
+    with ExitStack() as stack:
+        yield WeightFiles(file_of, stack)
+
+
+def _opened(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"policy.model has no readable *.safetensors, got {str(path)!r} ({error}); save it with save_pretrained"
+    )
+
+
+def materialise(model: nn.Module, device: str) -> None:
+    """Give every parameter on the meta device memory of its own, tied ones one; contents are arbitrary."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            if not param.is_meta:
+                continue
+            if param not in made:
+                made[param] = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+            setattr(module, name, made[param])
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, model_dir: Path) -> None:
+    """Read this rank's part of every parameter of a materialised model.
+
+    Raises ConfigError when the files hold other names or shapes than the model.
+    """
+    params = {name: param for name, param in model.named_parameters() if not is_adapter(name)}
+    with weight_files(model_dir) as files:
+        _check_same(params, files, model, model_dir)
+        for name, param in params.items():
+            _load_one(name, param, files)
+
+
+def _load_one(name: str, param: nn.Parameter, files: WeightFiles) -> None:
+    target, region = local(param), region_of(param)
+    if not region.num_elements:
+        return
+    for part in parts_of(name, tuple(param.shape)):
+        if part.row is None:
+            target.copy_(files.read(part.name, region))
+        elif region.offset[0] <= part.row < region.stop[0]:
+            target[part.row - region.offset[0], part.start : part.stop] = files.read(part.name)
+
+
+def _check_same(params: Mapping[str, Tensor], files: WeightFiles, model: nn.Module, model_dir: Path) -> None:
+    parts = {part.name: (part, param) for name, param in params.items() for part in parts_of(name, tuple(param.shape))}
+    # A tied output embedding may be in the file too; it is the input embedding once more.
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    unknown = {name for name in files.names - parts.keys() - tied if not name.endswith("rotary_emb.inv_freq")}
+    wrong = {*(parts.keys() - files.names), *unknown, *_misshapen(parts, files)}
+    if wrong:
+        first = min(wrong)
+        held = files.shape(first) if first in files.names else "none"
+        wanted = shape_of(parts[first][0], tuple(parts[first][1].shape)) if first in parts else "none"
+        raise ConfigError(
+            f"policy.model must hold the tensors its config.json describes, got {len(wrong)} differences in "
+            f"{str(model_dir)!r}, first {first} (file: {held}, config: {wanted}); save it again with save_pretrained"
+        )
+
+
+def _misshapen(parts: Mapping[str, tuple[Part, Tensor]], files: WeightFiles) -> Iterator[str]:
+    for name, (part, param) in parts.items():
+        if name in files.names and files.shape(name) != shape_of(part, tuple(param.shape)):
+            yield name

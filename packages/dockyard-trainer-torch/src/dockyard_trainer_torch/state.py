@@ -1,0 +1,123 @@
+"""What a checkpoint holds: this rank's part of weights and moments, its random state, and the counters.
+
+Only trained parameters are held. Frozen ones (the base under adapters) are named with their shapes, because
+a checkpoint fits no other base.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dockyard_trainer_torch.ranks import Ranks, local
+from dockyard_trainer_torch.sharded_files import ShardFiles, TensorShard, is_first_copy, region_of
+
+if TYPE_CHECKING:
+    from dockyard_trainer_torch.policy import TorchPolicy
+
+FORMAT = 2
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class State(NamedTuple):
+    """A policy's state on this rank, in host memory."""
+
+    weights: Mapping[str, TensorShard]
+    """Float32, by parameter name. A block that several ranks hold is with the first of them only."""
+    optimizer: Mapping[str, TensorShard]
+    """``<moment>.<parameter>`` in float32, and the random state of this rank."""
+    meta: Mapping[str, Any]
+    """trainer.json."""
+
+
+def trained(policy: TorchPolicy) -> dict[str, nn.Parameter]:
+    """Parameters that a step changes, in the model's order."""
+    return {name: param for name, param in policy.causal_lm.named_parameters() if param.requires_grad}
+
+
+def frozen_shapes(policy: TorchPolicy) -> dict[str, list[int]]:
+    """Whole shapes of parameters that no step changes."""
+    params = policy.causal_lm.named_parameters()
+    return {name: list(param.shape) for name, param in params if not param.requires_grad}
+
+
+def copy_state(policy: TorchPolicy) -> State:
+    """Copy this rank's blocks; nothing is gathered (collective only to agree on the name of the save)."""
+    ranks = policy.ranks
+    params = trained(policy)
+    written = {name: param for name, param in params.items() if is_first_copy(param, ranks.mesh)}
+    moments = {
+        f"{moment}.{name}": _copied(param, policy.optimizer.state[param][moment])
+        for moment in MOMENTS
+        for name, param in written.items()
+    }
+    meta = {
+        "format": FORMAT,
+        "version": policy.version,
+        "num_updates": policy.num_updates,
+        "num_skipped_steps": policy.num_skipped_steps,
+        "world_size": ranks.world_size,
+        "save": _save_id(ranks),
+        "frozen": frozen_shapes(policy),
+        "config": policy.config.model_dump(mode="json"),
+    }
+    weights = {name: _copied(param, param) for name, param in written.items()}
+    return State(_not_empty(weights), _not_empty(moments) | _random_state(policy), meta)
+
+
+def read_blocks(policy: TorchPolicy, files: ShardFiles) -> list[tuple[Tensor, Tensor]]:
+    """Read what this rank holds of weights and moments; pairs of where it goes and what goes there."""
+    pairs = []
+    for name, param in trained(policy).items():
+        region = region_of(param)
+        pairs.append((local(param.detach()), files.read(name, region)))
+        for moment in MOMENTS:
+            target = local(policy.optimizer.state[param][moment])
+            pairs.append((target, files.read(f"{moment}.{name}", region)))
+    return pairs
+
+
+def random_names(policy: TorchPolicy) -> Iterator[tuple[str, str]]:
+    """Name and device of each random state of this rank."""
+    yield f"rng.{policy.ranks.rank}", "cpu"
+    if torch.device(policy.config.device).type == "cuda":
+        yield f"cuda_rng.{policy.ranks.rank}", policy.config.device
+
+
+def set_random_state(device: str, state: Tensor) -> None:
+    """Let the device's generator go on from ``state``."""
+    if device == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.cuda.set_rng_state(state, device)
+
+
+def _random_state(policy: TorchPolicy) -> dict[str, TensorShard]:
+    states = {
+        name: torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state(device)
+        for name, device in random_names(policy)
+    }
+    return {name: TensorShard(region_of(state), state) for name, state in states.items()}
+
+
+def _copied(param: Tensor, tensor: Tensor) -> TensorShard:
+    """A copy of this rank's block of a tensor that lies as its parameter does."""
+    block = local(tensor.detach())
+    region = region_of(param)
+    assert tuple(block.shape) == region.shape, f"a rank holds the block {region}, got {tuple(block.shape)}"
+    return TensorShard(region, block.to("cpu", torch.float32, copy=True).contiguous())
+
+
+def _not_empty(shards: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
+    """Without those of which this rank has no part: with more ranks than rows, some have none."""
+    return {name: shard for name, shard in shards.items() if shard.region.num_elements}
+
+
+def _save_id(ranks: Ranks) -> str:
+    """The same on every rank and in no other save; not drawn from the generators that a checkpoint holds."""
+    drawn = secrets.randbits(62) if ranks.rank == 0 else 0
+    return f"{int(ranks.sum(torch.tensor(drawn, device=ranks.device)).item()):016x}"
