@@ -84,7 +84,7 @@ def data_path(value: str) -> Path:
 
 def build_policy(config: Config, *, rank: int, num_ranks: int, rendezvous: str) -> Policy:
     """The trainable policy of `policy.backend`; with several ranks they meet at ``rendezvous``."""
-    from dockyard_trainer_torch import TorchPolicy, TorchPolicyConfig
+    from dockyard_trainer_torch import LoraConfig, TorchPolicy, TorchPolicyConfig
 
     process_group = None
     if num_ranks > 1:
@@ -99,27 +99,18 @@ def build_policy(config: Config, *, rank: int, num_ranks: int, rendezvous: str) 
         )
         process_group = distributed.group.WORLD
     section = config.policy
-    return TorchPolicy.from_pretrained(
-        model_path(config),
-        TorchPolicyConfig(
-            learning_rate=section.learning_rate,
-            betas=section.betas,
-            eps=section.eps,
-            weight_decay=section.weight_decay,
-            warmup_steps=min(section.warmup_steps, config.run.max_steps),
-            schedule=section.schedule,
-            total_steps=config.run.max_steps,
-            min_lr_ratio=section.min_lr_ratio,
-            max_grad_norm=section.max_grad_norm,
-            dtype=section.dtype,
-            loss=config.loss,
-            logprob_chunk_tokens=section.logprob_chunk_tokens,
-            num_threads=section.num_threads or config.cluster.threads_per_worker,
-            seed=config.run.seed,
-            device=_torch_device(),
-        ),
-        process_group=process_group,
-    )
+    shared = {name: getattr(section, name) for name in TorchPolicyConfig.model_fields if hasattr(section, name)}
+    values = shared | {
+        "warmup_steps": min(section.warmup_steps, config.run.max_steps),
+        "total_steps": config.run.max_steps,
+        "loss": config.loss,
+        "updates_per_batch": config.grpo.updates_per_batch,
+        "lora": None if section.lora_rank is None else LoraConfig(rank=section.lora_rank, alpha=section.lora_alpha),
+        "num_threads": section.num_threads or config.cluster.threads_per_worker,
+        "seed": config.run.seed,
+        "device": _torch_device(),
+    }
+    return TorchPolicy.from_pretrained(model_path(config), TorchPolicyConfig(**values), process_group=process_group)
 
 
 def weight_manifest(policy: Policy) -> tuple[TensorSpec, ...]:

@@ -145,13 +145,13 @@ class TrainerWorker:
         has_signal = any(sequence.advantage != 0.0 for sequence in sequences)
         shards = pack_batch(
             sequences,
-            num_ranks=self._num_ranks,
+            num_ranks=self._num_ranks // policy.tensor_parallel_size,
             micro_batch_tokens=policy.micro_batch_tokens,
             row_length=policy.row_length,
             skip_zero_advantage=has_signal and self._config.loss.can_skip_zero_advantage,
             temperature=self._config.generation.temperature,
         )
-        return self._policy.train_step(shards[self._rank])
+        return self._policy.train_step(shards[self._rank // policy.tensor_parallel_size])
 
     def _send_weights(self, update: RefitUpdate) -> None:
         if self._sender is not None:

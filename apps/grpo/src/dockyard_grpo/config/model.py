@@ -53,6 +53,12 @@ class Config(Section):
                 "loss.proximal='given' differs from 'current' only after a batch's first update, and "
                 "grpo.updates_per_batch is 1; set loss.proximal=current"
             )
+        if self.loss.proximal == "current" and self.grpo.updates_per_batch > 1:
+            raise ValueError(
+                f"grpo.updates_per_batch={self.grpo.updates_per_batch} needs logprobs from before the first update, "
+                "got loss.proximal=current; set it to given"
+            )
+        self._check_ranks()
         if self.evaluation.every_steps is not None and self.data.validation is None:
             raise ValueError(
                 f"evaluation.every_steps={self.evaluation.every_steps} needs held-out tasks, got data.validation=null; "
@@ -82,6 +88,23 @@ class Config(Section):
         if self.generation.backend == "sglang":
             self._check_sglang()
         return self
+
+    def _check_ranks(self) -> None:
+        policy = self.policy
+        if policy.num_ranks % policy.tensor_parallel_size:
+            raise ValueError(
+                f"policy.tensor_parallel_size must divide policy.num_ranks = {policy.num_ranks}, got "
+                f"{policy.tensor_parallel_size}; raise policy.num_ranks to a multiple of it"
+            )
+        if policy.lora_rank is not None and policy.tensor_parallel_size > 1:
+            raise ValueError(
+                f"policy.lora_rank needs policy.tensor_parallel_size=1, got {policy.tensor_parallel_size}; "
+                "shard over data ranks instead"
+            )
+        if policy.cpu_offload and policy.num_ranks == policy.tensor_parallel_size:
+            raise ValueError(
+                "policy.cpu_offload needs several data-parallel ranks, got 1; use policy.optimizer_offload"
+            )
 
     def _check_sglang(self) -> None:
         generation, sglang = self.generation, self.generation.sglang

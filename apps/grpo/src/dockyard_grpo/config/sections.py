@@ -53,9 +53,24 @@ class PolicySection(Section):
     min_lr_ratio: Annotated[float, Ge(0), Le(1)] = Field(0.0, description="Final learning rate / peak.")
     max_grad_norm: Annotated[float, Gt(0)] = Field(1.0, description="Global gradient norm is clipped to this.")
     micro_batch_tokens: Count = Field(4096, description="Upper bound of tokens in one forward-backward.")
-    row_length: Count | None = Field(None, description="Tokens per packed row; null = the longest sequence.")
-    logprob_chunk_tokens: Count = Field(1024, description="Trained positions per chunk of the logprob kernel.")
+    row_length: Count | None = Field(
+        None, description="Tokens per packed row; null = as long as each micro-batch needs."
+    )
+    logprob_chunk_tokens: Count | None = Field(
+        None, description="Trained positions per chunk of the logprob kernel; null = by the size of the vocabulary."
+    )
     num_ranks: Count = Field(1, description="Trainer ranks; weights are sharded over them (FSDP2).")
+    tensor_parallel_size: Count = Field(
+        1, description="Trainer ranks that share each layer; the others are data-parallel. Divides policy.num_ranks."
+    )
+    activation_checkpointing: bool = Field(
+        False, description="Compute each block again in the backward pass instead of keeping its activations."
+    )
+    cpu_offload: bool = Field(False, description="FSDP2 keeps weights, gradients and moments in host memory.")
+    optimizer_offload: bool = Field(False, description="Keep AdamW's moments in host memory.")
+    reference_offload: bool = Field(False, description="Keep the reference in host memory while it is not asked.")
+    lora_rank: Count | None = Field(None, description="Train adapters of this rank on a frozen base; null = all.")
+    lora_alpha: Annotated[float, Gt(0)] = Field(32.0, description="The adapters' product counts alpha / rank times.")
     num_threads: Count | None = Field(None, description="CPU threads of a trainer rank; null = the fleet's share.")
     collective_timeout_s: Seconds = Field(1800.0, description="Deadline of a collective between trainer ranks.")
 
@@ -78,7 +93,9 @@ class GrpoSection(Section):
     num_prompts_per_step: Count = Field(16, description="Groups trained per optimizer step.")
     num_generations_per_prompt: Annotated[int, Ge(2)] = Field(16, description="Rollouts per group.")
     max_staleness: Annotated[int, Ge(0)] = Field(1, description="Versions a rollout may lag; 0 = synchronous.")
-    updates_per_batch: Literal[1] = Field(1, description="Optimizer updates per consumed batch.")
+    updates_per_batch: Count = Field(
+        1, description="Optimizer updates on each consumed batch; 2 or more need loss.proximal=given or bypass."
+    )
     baseline: Literal["leave_one_out", "mean"] = Field("leave_one_out", description="Advantage baseline.")
     scale: Literal["std", "none"] = Field("std", description="Advantage scale.")
     rollout_timeout_s: Seconds = Field(600.0, description="Wall-clock deadline of a rollout; past it: invalid.")
