@@ -93,3 +93,28 @@ def test_dynamic_sampling_replaces_groups_without_signal_and_keeps_the_best_chec
     kept = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
     assert kept == sorted({f"step-{best:06d}", "step-000006"})
     assert (run_dir / "checkpoints" / "best").resolve().name == f"step-{best:06d}"
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["policy.num_ranks=2", "policy.tensor_parallel_size=2", "policy.activation_checkpointing=true"],
+        [
+            "policy.lora_rank=8",
+            "loss.kl_coef=0.05",
+            "loss.proximal=given",
+            "grpo.updates_per_batch=2",
+            "policy.optimizer_offload=true",
+        ],
+    ],
+    ids=["tensor-parallel", "adapters"],
+)
+def test_the_trainers_ways_of_saving_memory_run_in_the_loop(tmp_path: Path, overrides: list[str]) -> None:
+    """Every refit is attested: engines score what the trainer does, with sharded and with merged weights."""
+    run_dir = tmp_path / "run"
+    run_app(run_dir, "run.max_steps=2", "data.validation=null", "policy.learning_rate=1e-3", *overrides)
+    metrics = check_laws(run_dir, steps=2, max_staleness=1)
+    assert all(row["policy_version"] == row["step"] for row in metrics)
+    assert all(row["grad_norm"] > 0 for row in metrics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -52,7 +53,7 @@ def test_without_a_gpu_every_check_is_skipped_with_the_reason_and_written_down(t
     assert report["machine"]["cpus"] == os.cpu_count()
     assert report["versions"]["torch"]
     assert report["rehearsal_on_cpu"] is False
-    assert "0 passed, 0 failed, 10 skipped" in done.stdout
+    assert "0 passed, 0 failed, 14 skipped" in done.stdout
 
 
 def test_a_machine_is_asked_only_what_it_can_do() -> None:
@@ -88,7 +89,36 @@ def test_a_check_that_fails_crashes_or_hangs_is_failed_and_the_rest_goes_on(
     monkeypatch.setitem(tool.CHECKS, "packing", tool.CHECKS["packing"]._replace(limit_s=limit_s))
     found = tool.judge("packing", machine(), rehearse=False)
     assert (found["status"], found["reason"], found["tail"]) == ("failed", reason, tail)
-    assert tool.line_of("packing", found).startswith("packing        failed   ")
+    assert tool.line_of("packing", found).startswith("packing          failed   ")
+
+
+def test_every_check_is_in_the_module_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("dockyard_inference.sender")
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(TOOL.parent)
+    checks = load().CHECKS
+    held = {name: importlib.import_module(check.module).PATHS for name, check in checks.items()}
+    assert all(name in paths for name, paths in held.items())
+    assert {name for paths in held.values() for name in paths} == checks.keys()
+
+
+def test_utilisation_counts_each_weight_that_a_token_is_multiplied_by(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(TOOL.parent)
+    speed = importlib.import_module("gpu_trainer_speed")
+    shape = speed.TINY
+    model = transformers.AutoModelForCausalLM.from_pretrained(speed.random_model(tmp_path, shape, "cpu"))
+    linear = [module for module in model.model.layers.modules() if isinstance(module, torch.nn.Linear)]
+    assert shape.gemm_parameters == sum(module.weight.numel() for module in linear)
+    (sequence,) = speed.random_sequences(shape, [8])
+    # Per layer and direction: two products of 64 wide vectors for the 8 * 8 / 2 pairs of causal attention.
+    attention = 2 * 3 * 2 * 2 * 64 * 8 * 8 / 2
+    embedding = 6 * 64 * 512 * sequence.num_valid_tokens
+    assert sequence.num_valid_tokens == 6
+    assert speed.step_flop(shape, [sequence]) == 6 * shape.gemm_parameters * 8 + embedding + attention
 
 
 def test_a_check_rehearses_on_the_cpu(tmp_path: Path) -> None:
@@ -102,12 +132,12 @@ def test_a_check_rehearses_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_every_check_rehearses_on_the_cpu(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     left_out = ["packing", "vllm-bfloat16", "vllm-nccl"]  # run above; slow on many CPUs; the code of vllm-float32
     left_out += [] if os.environ.get("DOCKYARD_SGLANG_PYTHON") else ["push-sglang"]
     names = [name for name in load().CHECKS if name not in left_out]
-    done = run_tool(*(word for name in names for word in ("--only", name)), "--rehearse", timeout_s=800)
+    done = run_tool(*(word for name in names for word in ("--only", name)), "--rehearse", timeout_s=1100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(names)} passed, 0 failed, 0 skipped" in done.stdout

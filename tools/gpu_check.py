@@ -53,6 +53,12 @@ class Check(NamedTuple):
     package: str = "torch"
     """Whose import name it needs."""
     limit_s: int = 300
+    module: str = "gpu_paths"
+    """Whose ``PATHS`` holds it."""
+
+
+def _trainer(what: str, *, num_gpus: int = 1, module: str = "gpu_trainer") -> Check:
+    return Check(f"dockyard-trainer-torch: {what}", num_gpus, "transformers", module=module)
 
 
 CHECKS = {
@@ -60,15 +66,21 @@ CHECKS = {
     "nccl-alone": Check("a NCCL group of one rank: torch's NCCL loads, and a broadcast and an all-reduce return"),
     "nccl-refit": Check("the refit's collective transport over NCCL between two processes", num_gpus=2),
     "ipc-refit": Check("the refit's shared-memory transport by CUDA IPC between two processes on one GPU"),
-    "trainer": Check(
-        "dockyard-trainer-torch: loss, gradient norm and weights of a step, CUDA against CPU", package="transformers"
+    "trainer": _trainer("loss, gradient norm and weights of a step, CUDA against CPU"),
+    "trainer-contract": _trainer("the laws of PolicyContract on CUDA, in float32 and in bfloat16"),
+    "trainer-nccl": _trainer(
+        "two ranks over NCCL (FSDP2, with offload, tensor parallel) against one", num_gpus=2, module="gpu_trainer_ranks"
     ),
+    "trainer-memory": _trainer("memory and time of logprobs against all logits at once", module="gpu_trainer_speed"),
+    "trainer-speed": _trainer("tokens/s, MFU and peak memory of a 0.5B shape", module="gpu_trainer_speed"),
     "vllm-float32": Check("vLLM on CUDA in float32: start, refit, greedy tokens of transformers", package="vllm"),
     "vllm-bfloat16": Check("vLLM on CUDA in bfloat16: start, refit, logprobs of transformers", package="vllm"),
     "push-vllm": Check(
-        "dockyard-refit push into `vllm serve` on CUDA, then transformers' greedy tokens", package="vllm"
+        "dockyard-refit push into `vllm serve`, then transformers' greedy tokens", package="vllm", module="gpu_servers"
     ),
-    "push-sglang": Check("dockyard-refit push into SGLang on CUDA, then transformers' greedy tokens", package="sglang"),
+    "push-sglang": Check(
+        "dockyard-refit push into SGLang, then transformers' greedy tokens", package="sglang", module="gpu_servers"
+    ),
     "vllm-nccl": Check("vLLM on one GPU refitted over NCCL from another", num_gpus=2, package="vllm"),
 }
 
@@ -77,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.list:
         for name, check in CHECKS.items():
-            print(f"{name:14} {check.what}")
+            print(f"{name:16} {check.what}")
         return 0
     if arguments.run:
         return run_here(arguments.run, rehearse=arguments.rehearse, result=arguments.out)
@@ -173,7 +185,7 @@ def _run(command: Sequence[str], log: Path, limit_s: int) -> str:
 
 def run_here(name: str, *, rehearse: bool, result: Path) -> int:
     """In the process of one check: run it and write its figures; an exception ends it with a traceback."""
-    module = import_module("gpu_servers" if name.startswith("push-") else "gpu_paths")
+    module = import_module(CHECKS[name].module)
     figures = module.PATHS[name]("cpu" if rehearse else "cuda")
     result.write_text(json.dumps({"status": "passed", "figures": figures}))
     return 0
@@ -267,9 +279,9 @@ def line_of(name: str, check: Mapping[str, Any]) -> str:
     """What is printed of a check."""
     if check["status"] == "passed":
         figures = ", ".join(f"{key} {value}" for key, value in check["figures"].items())
-        return f"{name:14} passed   {figures}"
+        return f"{name:16} passed   {figures}"
     tail = "".join(f"\n    {line}" for line in check.get("tail", ()))
-    return f"{name:14} {check['status']:8} {check['reason']}{tail}"
+    return f"{name:16} {check['status']:8} {check['reason']}{tail}"
 
 
 if __name__ == "__main__":

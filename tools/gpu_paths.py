@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from dockyard_core.generator import GenerateRequest, SamplingParams
@@ -179,41 +178,6 @@ def ipc_refit(device: str) -> Figures:
     return refit_between(where, where, "shared_memory", 1 << 30 if device == "cuda" else 8 << 20)
 
 
-def trainer(device: str) -> Figures:
-    from dockyard_core.batch import TrainSequence, pack_batch
-    from dockyard_trainer_torch import TorchPolicy, TorchPolicyConfig
-
-    rng = np.random.default_rng(0)
-    sequences = []
-    for _ in range(16):
-        num_tokens = int(rng.integers(24, 64))
-        mask = np.arange(num_tokens) >= 8
-        sequences.append(
-            TrainSequence(
-                token_ids_T=rng.integers(3, 500, num_tokens),
-                loss_mask_T=mask,
-                sampled_logprobs_T=np.where(mask, rng.normal(-5, 0.3, num_tokens), 0).astype(np.float32),
-                advantage=float(rng.normal()),
-            )
-        )
-    (shard,) = pack_batch(sequences)
-    steps, weights = [], []
-    for where in ("cpu", device):
-        config = TorchPolicyConfig(learning_rate=1e-3, eps=1e-4, max_grad_norm=1e9, device=where)
-        policy = TorchPolicy.from_pretrained(POLICY, config)
-        steps.append(policy.train_step(shard))
-        weights.append([parameter.detach().cpu() for parameter in policy.causal_lm.parameters()])
-    ours, theirs = steps
-    loss_diff = abs(ours.loss - theirs.loss)
-    norm_diff = abs(ours.grad_norm / theirs.grad_norm - 1)
-    weight_diff = max(float((a - b).abs().max()) for a, b in zip(*weights, strict=True))
-    figures = {"loss": ours.loss, "loss_diff": loss_diff, "grad_norm_rel_diff": norm_diff, "weight_diff": weight_diff}
-    assert loss_diff <= 1e-5, figures
-    assert norm_diff <= 1e-4, figures
-    assert weight_diff <= 1e-5, figures
-    return figures
-
-
 def vllm_refit(device: str, dtype: str, sender_device: str, transport: Any) -> Figures:
     """Start, refit to changed weights, and compare greedy tokens and their logprobs with transformers."""
     from transformers import AutoModelForCausalLM
@@ -291,7 +255,6 @@ PATHS: Mapping[str, Callable[[str], Figures]] = {
     "nccl-alone": nccl_alone,
     "nccl-refit": nccl_refit,
     "ipc-refit": ipc_refit,
-    "trainer": trainer,
     "vllm-float32": vllm_on_one("float32"),
     "vllm-bfloat16": vllm_on_one("bfloat16"),
     "vllm-nccl": vllm_nccl,

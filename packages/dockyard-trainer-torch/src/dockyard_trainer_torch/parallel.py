@@ -134,4 +134,7 @@ def complete_gradients(root: nn.Module, ranks: Ranks) -> None:
         if isinstance(param, DTensor) and param.grad.placements != param.placements:
             param.grad = param.grad.redistribute(placements=param.placements)  # of an embedding it is a sum's part
         elif name.endswith(_HEAD_NORMS):
-            distributed.all_reduce(local(param.grad), group=ranks.tensor_group)
+            part = local(param.grad)
+            total = part.to(ranks.device)  # offloaded gradients are on the host, out of NCCL's reach
+            distributed.all_reduce(total, group=ranks.tensor_group)
+            part.copy_(total)

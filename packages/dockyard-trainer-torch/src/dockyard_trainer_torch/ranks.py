@@ -28,7 +28,7 @@ class Ranks:
         self, process_group: ProcessGroup | None = None, *, device: str = "cpu", tensor_parallel_size: int = 1
     ) -> None:
         self._group = process_group
-        self.device = torch.device(device)
+        self.device = _current(torch.device(device))
         self.rank: int = 0 if process_group is None else process_group.rank()
         self.world_size: int = 1 if process_group is None else process_group.size()
         if self.world_size % tensor_parallel_size:
@@ -107,6 +107,15 @@ class Ranks:
         self.any(False)
 
 
+def _current(device: torch.device) -> torch.device:
+    """The device with its index, made this thread's current one, which is what FSDP2 puts tensors on."""
+    if device.type != "cuda":
+        return device
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def _all_reduce(value: Tensor, operation: str, group: Any) -> None:
     from torch import distributed
 
@@ -117,7 +126,10 @@ def whole(tensor: Tensor) -> Tensor:
     """The whole tensor of a sharded one (collective); any other tensor as it is."""
     from torch.distributed.tensor import DTensor
 
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # NCCL takes no tensor of the host, where cpu_offload keeps them.
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()
 
 
 def local(tensor: Tensor) -> Tensor:
