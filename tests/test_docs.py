@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import os
 import re
 import shlex
@@ -23,8 +24,10 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from pydantic import BaseModel
 
+from dockyard_core.offline.options import parse_options
 from dockyard_grpo.cli import main as app
 from dockyard_sandbox.cli import _parser as sandbox_parser
+from dockyard_trainer_torch import TorchPolicyConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -333,6 +336,20 @@ def check_pip(arguments: Sequence[str], tmp_path: Path) -> None:
         assert [extra for extra in (found[2] or "").split(",") if extra and extra not in extras] == []
 
 
+def check_train_torch(arguments: Sequence[str], tmp_path: Path) -> None:
+    """`dockyard-train-torch`: its own parser takes the options, and its records the fields."""
+    parse_options(arguments, prog="dockyard-train-torch", policy_config=TorchPolicyConfig)
+
+
+def check_torchrun(arguments: Sequence[str], tmp_path: Path) -> None:
+    """`torchrun`: a module of ours, whose own check takes the rest."""
+    start = list(arguments).index("-m")
+    module, *rest = arguments[start + 1 :]
+    assert module == "dockyard_trainer_torch"
+    assert importlib.util.find_spec(f"{module}.__main__") is not None
+    check_train_torch(rest, tmp_path)
+
+
 def check_script(arguments: Sequence[str], tmp_path: Path) -> None:
     """`.ci/run` exists and may be executed."""
     assert not arguments
@@ -348,6 +365,7 @@ CHECKS = {
     "cd": check_shell,
     "curl": check_shell,
     "dockyard-sandbox": check_sandbox,
+    "dockyard-train-torch": check_train_torch,
     "echo": check_shell,
     "export": check_shell,
     "git": check_shell,
@@ -355,6 +373,7 @@ CHECKS = {
     "pip": check_pip,
     "pytest": check_pytest,
     "python": check_python,
+    "torchrun": check_torchrun,
     "uv": check_uv,
 }
 

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import train_step
+from benchmarks import logprob_memory, train_step
 from benchmarks import train_step_batches as batches
 from benchmarks.train_step import RESULTS, SMALL, SUBJECTS, Settings, measure
 from benchmarks.train_step_figures import check, disagreements, summarize, summarize_dense, table
 from benchmarks.train_step_worker import TOOL, Worker, peer_python
 
+ROOT = Path(__file__).resolve().parent.parent
 STEP = {"loss": 0.5, "grad_norm": 2.0, "peak_mib": 64.0}
 
 
@@ -190,3 +191,14 @@ def test_a_short_run_agrees_on_the_step_and_measures_every_subject(tmp_path: Pat
             assert one["seconds"]["min"] > 0
             assert one["loss"] == pytest.approx(batch["subjects"]["naive"]["loss"], rel=1e-3)
     assert results["dense"]["of_gemm"]["min"] > 0
+
+
+@pytest.mark.skipif(not RESULTS.exists(), reason="not recorded yet")
+def test_the_documentation_shows_the_recorded_tables() -> None:
+    page = (ROOT / "docs" / "design-docs" / "torch-trainer.md").read_text()
+    assert table(json.loads(RESULTS.read_text())) in page
+    assert logprob_memory.table(json.loads(logprob_memory.RESULTS.read_text())) in page
+
+
+def test_the_recorded_memory_of_logprobs_meets_its_target() -> None:
+    assert logprob_memory.check(json.loads(logprob_memory.RESULTS.read_text())) == []

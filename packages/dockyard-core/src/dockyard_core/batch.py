@@ -167,7 +167,7 @@ def pack_batch(
             without ``row_length``.
     """
     _check_options(num_ranks, micro_batch_tokens, row_length, keep_groups)
-    has_proximal = _has_proximal(sequences)
+    has_proximal, counts = _has_proximal(sequences), _counts(sequences)
     kept = [s for s in sequences if s.num_valid_tokens and not (skip_zero_advantage and s.advantage == 0.0)]
     kept.sort(key=_content)
     lengths = [sequence.num_tokens for sequence in kept]
@@ -185,16 +185,17 @@ def pack_batch(
             members = [unit.members for unit in share]
             rows = members if row_length else level_rows(list(chain(*members)), lengths, micro_batch_tokens)
             dealt[rank].append(_micro_batch(kept, rows, row_length, has_proximal=has_proximal))
-    return tuple(
-        BatchShard(
-            micro_batches=tuple(micro_batches),
-            num_valid_tokens=sum(sequence.num_valid_tokens for sequence in sequences),
-            num_sequences=len(sequences),
-            num_trained_sequences=sum(sequence.num_valid_tokens > 0 for sequence in sequences),
-            temperature=temperature,
-        )
-        for micro_batches in dealt
-    )
+    return tuple(BatchShard(micro_batches=tuple(share), temperature=temperature, **counts) for share in dealt)
+
+
+def _counts(sequences: Sequence[TrainSequence]) -> dict[str, int]:
+    """The counts of a step that every shard carries."""
+    num_valid_tokens = [sequence.num_valid_tokens for sequence in sequences]
+    return {
+        "num_valid_tokens": sum(num_valid_tokens),
+        "num_sequences": len(num_valid_tokens),
+        "num_trained_sequences": sum(count > 0 for count in num_valid_tokens),
+    }
 
 
 def _check_options(num_ranks: int, micro_batch_tokens: int, row_length: int | None, keep_groups: bool | None) -> None:

@@ -30,7 +30,7 @@ WeightSink = Callable[[WeightChunk], None]
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """What one optimizer step did, equal on every rank."""
+    """What the updates on one batch did, equal on every rank."""
 
     policy_version: int
     """The version after the step; unchanged when ``is_skipped``."""
@@ -80,7 +80,7 @@ class Policy(Protocol):
 
     @property
     def version(self) -> int:
-        """Optimizer steps taken; names the weights."""
+        """Batches trained on; names the weights."""
         ...
 
     def logprobs(self, shard: BatchShard, which: Literal["current", "reference"] = "current") -> tuple[np.ndarray, ...]:
@@ -91,7 +91,10 @@ class Policy(Protocol):
         ...
 
     def train_step(self, shard: BatchShard) -> StepMetrics:
-        """One optimizer step on this rank's share of the batch; version + 1 unless skipped."""
+        """All optimizer updates on this rank's share of a batch; version + 1 unless skipped.
+
+        Raises ValueError for a shard that cannot be trained on; nothing has changed then.
+        """
         ...
 
     def stream_weights(self, sink: WeightSink) -> None:
