@@ -128,10 +128,20 @@ def test_there_are_at_least_forty_points_and_no_two_are_the_same() -> None:
     assert len(set(points)) == len(points) >= 40
 
 
-@pytest.mark.parametrize("mode", ["pinned", pytest.param("live", marks=pytest.mark.nightly)])
-def test_killed_at_every_point_an_asynchronous_run_trains_what_it_would_have_trained(tmp_path: Path, mode: str) -> None:
-    """The points are shared out between the two modes of evaluation."""
-    points, steps = share(0 if mode == "pinned" else 1, 2), 40
+@pytest.mark.parametrize(
+    ("mode", "part"),
+    [
+        ("pinned", 0),
+        pytest.param("pinned", 1, marks=pytest.mark.nightly),
+        pytest.param("live", 2, marks=pytest.mark.nightly),
+        pytest.param("live", 3, marks=pytest.mark.nightly),
+    ],
+)
+def test_killed_at_every_point_an_asynchronous_run_trains_what_it_would_have_trained(
+    tmp_path: Path, mode: str, part: int
+) -> None:
+    """The points are shared out between the two modes of evaluation, and a quarter of them is for every commit."""
+    points, steps = share(part, 4), 40
     always = [f"run.max_steps={steps}", f"evaluation.mode={mode}"]
     run_through_kills(tmp_path / "killed", points, *always)
     run_to_the_end(tmp_path / "whole", *always)

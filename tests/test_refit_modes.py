@@ -32,7 +32,7 @@ def trained_rollouts(run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+@pytest.mark.parametrize("mode", ["keep", pytest.param("wait", marks=pytest.mark.nightly), "abort"])
 def test_what_becomes_of_rollouts_that_a_refit_finds_under_way(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
