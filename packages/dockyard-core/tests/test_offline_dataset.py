@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gzip
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,32 @@ def test_a_file_that_is_not_there_is_told_in_one_line(tmp_path) -> None:
         DataError, match=r"nothing\.jsonl: file: must be readable, got No such file or directory; check"
     ):
         OfflineDataset(tmp_path / "nothing.jsonl", command="sft", vocab_size=64)
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        (gzip.compress(b"{}\n"), "must be plain UTF-8 JSONL, got a gzip file; unpack it first"),
+        (b"\xef\xbb\xbf{}\n", "must be plain UTF-8 JSONL, got a byte order mark before the first row; save it without"),
+        ("{}\n".encode("utf-16"), "must be plain UTF-8 JSONL, got UTF-16; convert the file to UTF-8"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(tmp_path, held, message) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(held)
+    with pytest.raises(DataError) as caught:
+        OfflineDataset(path, command="sft", vocab_size=64)
+    assert str(caught.value).startswith(f"{path}: file: {message}")
+
+
+def test_a_pipe_is_refused_before_it_is_read() -> None:
+    reader, writer = os.pipe()
+    try:
+        with pytest.raises(DataError, match="must be a regular file, whose rows are read again, got a pipe; write it"):
+            OfflineDataset(Path(f"/dev/fd/{reader}"), command="sft", vocab_size=64)
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 def test_steps_take_whole_groups_as_long_as_they_fit(tmp_path) -> None:

@@ -83,6 +83,12 @@ def test_a_rollout_without_a_trained_token_may_still_vote_in_its_group() -> None
         (changed(logprobs=None), "logprobs: grpo needs one value per trained token, got nothing; give the log-"),
         (changed(logprobs=[0, 0, -1, -1]), "logprobs: must have 2 values, one per trained token, got 4; leave out"),
         (changed(logprobs=[-1, 0.3]), "logprobs: must be finite and <= 0, got 0.3 at 1; give natural logarithms"),
+        (changed(logprobs=[-1, -1e39]), "logprobs: must be finite and <= 0, got -1e+39 at 1; give natural logarithms"),
+        (
+            b'{"token_ids": [1, 2], "token_ids": [1, 3]}',
+            'json: must be one JSON object, got "token_ids" twice',
+        ),
+        (changed(**{"a\x1b[31m\n": 1}), "a\\u001b[31m\\n: must be a field of the format"),
         (changed(logprobs=[None, -1]), "logprobs: must be a list of numbers, got [null, -1]; give natural logarithms"),
         (changed(proximal_logprobs=[-1]), "proximal_logprobs: must have 2 values, one per trained token, got 1"),
         (changed(reward=None), "advantage: a row has either advantage, or reward and group, got neither; give one"),

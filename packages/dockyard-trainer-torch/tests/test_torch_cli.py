@@ -161,6 +161,7 @@ def test_the_loss_of_sft_is_that_of_hugging_face(tiny_model, tmp_path, sft_file,
     assert "clip_fraction" not in line
 
 
+@pytest.mark.ci
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, tmp_path, grpo_file, capsys) -> None:
     more = ["--batch-size", 8, "--epochs", 20, "--shuffle", "--lr", 1e-3, "--schedule", "cosine", "--save-every", 4]
     whole, cut = tmp_path / "whole", tmp_path / "cut"

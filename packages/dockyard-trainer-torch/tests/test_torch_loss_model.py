@@ -194,23 +194,3 @@ def test_a_second_update_takes_its_ratio_to_the_weights_before_the_first(tiny_mo
         assert_gradients_are(update.gradients, gradients)
         clip_fractions.append(wanted.metrics["clip_fraction"])
     assert clip_fractions[0] == 0 < clip_fractions[1] < 1
-
-
-def test_a_supervised_step_descends_the_cross_entropy_of_the_trained_tokens(tiny_model) -> None:
-    """Advantage 1, no ratio, no correction: what the sampler said does not matter, nor does a temperature of 1."""
-    directory = tiny_model("llama", is_tied=False)
-    policy = moved_policy(directory, LOSSES["supervised"])
-    model = double_model(directory, {n: p.detach().clone() for n, p in policy.causal_lm.named_parameters()})
-    sequences = [dataclasses.replace(s, advantage=1.0) for s in make_sequences(model, 1.0)]
-    (shard,) = pack_batch(sequences, micro_batch_tokens=64)
-    metrics, (update,) = updates_of(policy, shard)
-    total = torch.zeros((), dtype=torch.float64)
-    for sequence in sequences:
-        ids_T = torch.from_numpy(sequence.token_ids_T)
-        labels_T = ids_T.masked_fill(torch.from_numpy(~sequence.loss_mask_T), -100)
-        logits_TV = model(ids_T[None]).logits[0]
-        total = total + torch.nn.functional.cross_entropy(logits_TV[:-1], labels_T[1:], reduction="sum")
-    loss = total / sum(sequence.num_valid_tokens for sequence in sequences)
-    loss.backward()
-    assert metrics.loss == pytest.approx(loss.item(), rel=1e-6)
-    assert_gradients_are(update.gradients, {name: p.grad for name, p in model.named_parameters()})

@@ -13,8 +13,8 @@ from dockyard_core.batch import BatchShard, TrainSequence, pack_batch
 from dockyard_core.errors import ConfigError, UserError
 from dockyard_core.loss import policy_loss as oracle
 from dockyard_core.loss_config import LossConfig
+from dockyard_core.optimizer_config import learning_rate_at
 from dockyard_trainer_torch import TorchPolicy, TorchPolicyConfig, export_hf, weight_manifest
-from dockyard_trainer_torch.optim import learning_rate_at
 
 
 def make_shard(seed: int = 0, count: int = 6, **kwargs) -> BatchShard:

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from dockyard_core.batch import TrainSequence, pack_batch
 from dockyard_core.errors import UserError
+from dockyard_core.optimizer_config import LoraConfig
 from dockyard_trainer_torch import TorchPolicy, TorchPolicyConfig, export_hf
-from dockyard_trainer_torch.config import LoraConfig
 
 
 def step(policy: TorchPolicy, seed: int = 0) -> None:

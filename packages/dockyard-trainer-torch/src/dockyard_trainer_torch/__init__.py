@@ -8,7 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dockyard_trainer_torch.config import LoraConfig, TorchPolicyConfig
+from dockyard_core.optimizer_config import LoraConfig
+from dockyard_trainer_torch.config import TorchPolicyConfig
 
 if TYPE_CHECKING:
     from dockyard_trainer_torch.exported import export_hf

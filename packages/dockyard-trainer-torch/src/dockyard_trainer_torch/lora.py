@@ -27,7 +27,7 @@ from dockyard_trainer_torch.sharded_files import Region, region_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from dockyard_trainer_torch.config import LoraConfig
+    from dockyard_core.optimizer_config import LoraConfig
 
 
 class LoraLinear(nn.Linear):

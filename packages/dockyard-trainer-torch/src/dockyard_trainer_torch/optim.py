@@ -1,4 +1,4 @@
-"""AdamW, its learning-rate schedule, gradient clipping, and steps that are skipped."""
+"""AdamW, gradient clipping, and steps that are skipped."""
 
 from __future__ import annotations
 
@@ -78,22 +78,6 @@ def _move_moments(optimizer: torch.optim.Optimizer, param: nn.Parameter, device:
     state = optimizer.state[param]
     for moment in ("exp_avg", "exp_avg_sq"):
         state[moment] = state[moment].to(device)
-
-
-def learning_rate_at(config: TorchPolicyConfig, version: int) -> float:
-    """Learning rate of the step that turns ``version`` into ``version + 1``.
-
-    Linear warm-up to the peak, then constant, or a linear or cosine decay that reaches
-    ``min_lr_ratio`` of the peak at ``total_steps``.
-    """
-    warmup = min(1.0, (version + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-    if config.schedule == "constant":
-        return config.learning_rate * warmup
-    assert config.total_steps is not None  # TorchPolicyConfig refuses a decay without it
-    span = max(config.total_steps - config.warmup_steps, 1)
-    progress = min(1.0, max(0.0, (version - config.warmup_steps) / span))
-    shape = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return config.learning_rate * warmup * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
 
 
 def zero_gradients(optimizer: torch.optim.Optimizer) -> None:

@@ -16,6 +16,7 @@ import torch
 from dockyard_core.batch import BatchShard
 from dockyard_core.batch_checks import check_shard
 from dockyard_core.errors import ConfigError
+from dockyard_core.optimizer_config import learning_rate_at
 from dockyard_core.policy import PolicySnapshot, StepMetrics, WeightSink
 from dockyard_trainer_torch import checkpoint, weights
 from dockyard_trainer_torch.building import build_scorer
@@ -27,7 +28,6 @@ from dockyard_trainer_torch.optim import (
     GradientReport,
     apply_gradients,
     build_optimizer,
-    learning_rate_at,
     zero_gradients,
 )
 from dockyard_trainer_torch.parallel import reshard
@@ -165,7 +165,7 @@ class TorchPolicy:
         whose updates are skipped leaves the version as it was.
 
         Metrics are the first update's, except ``grad_norm``, ``loss`` and ``clip_fraction``, which are
-        means over the updates.
+        means over the updates that were not skipped.
         """
         zero_gradients(self.optimizer)
         batches = self._with_targets(self._laid_out(shard), shard)
@@ -199,13 +199,15 @@ class TorchPolicy:
         *,
         is_skipped: bool,
     ) -> StepMetrics:
-        first, count = taken[0][0], len(taken)
+        first = taken[0][0]
+        counted = [pair for pair in taken if is_skipped or not pair[1].is_skipped]
+        count = len(counted)
         means = dict(first.means)
-        means["clip_fraction"] = sum(sums.means.get("clip_fraction", 0.0) for sums, _ in taken) / count
+        means["clip_fraction"] = sum(sums.means.get("clip_fraction", 0.0) for sums, _ in counted) / count
         return StepMetrics(
             policy_version=self._version,
-            loss=sum(sums.loss for sums, _ in taken) / count,
-            grad_norm=sum(report.grad_norm for _, report in taken) / count,
+            loss=sum(sums.loss for sums, _ in counted) / count,
+            grad_norm=sum(report.grad_norm for _, report in counted) / count,
             learning_rate=learning_rate,
             entropy=means.pop("entropy", 0.0),
             clip_fraction=means.pop("clip_fraction"),

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from pydantic import BaseModel
-
+from dockyard_core.optimizer_config import OptimizerConfig
 from dockyard_core.policy import Policy
 
 
@@ -43,8 +42,8 @@ class OfflineBackend(Protocol):
         ...
 
     @property
-    def policy_config(self) -> type[BaseModel]:
-        """Closed configuration of the policy: ``learning_rate``, ``schedule``, ``total_steps``, ``loss``, …"""
+    def policy_config(self) -> type[OptimizerConfig]:
+        """Closed configuration of the policy."""
         ...
 
     @property

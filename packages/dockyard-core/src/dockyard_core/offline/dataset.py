@@ -17,6 +17,16 @@ import numpy as np
 from dockyard_core.errors import DataError
 from dockyard_core.offline.rows import Command, OfflineRow, parse_row
 
+_OTHER_KINDS = (
+    (b"\x1f\x8b", "a gzip file", "unpack it first"),
+    (b"\x28\xb5\x2f\xfd", "a zstd file", "unpack it first"),
+    (b"PAR1", "a Parquet file", "write one JSON object per line"),
+    (b"\xef\xbb\xbf", "a byte order mark before the first row", "save it without one"),
+    (b"\xff\xfe", "UTF-16", "convert the file to UTF-8"),
+    (b"\xfe\xff", "UTF-16", "convert the file to UTF-8"),
+)
+"""How files begin that are given by mistake."""
+
 
 class OfflineDataset:
     """The rows of a JSONL file, by index. Blank lines are skipped.
@@ -44,6 +54,7 @@ class OfflineDataset:
         except OSError as error:
             raise DataError(f"{path}: file: must be readable, got {error.strerror}; check the path") from error
         try:
+            self._check_kind()
             for number, offset, line in _lines(self._file):
                 digest.update(line)
                 if line.strip():
@@ -63,6 +74,18 @@ class OfflineDataset:
         """The rows name their step; a unit is a step."""
         self.has_proximal = layout.has_proximal
         """Every row has ``proximal_logprobs``."""
+
+    def _check_kind(self) -> None:
+        """Refuse what would be read for long and then fail, or fail with a message that misleads."""
+        if not self._file.seekable():
+            raise DataError(
+                f"{self.path}: file: must be a regular file, whose rows are read again, got a pipe; write it to a file"
+            )
+        start = self._file.read(4)
+        self._file.seek(0)
+        for magic, kind, way_out in _OTHER_KINDS:
+            if start.startswith(magic):
+                raise DataError(f"{self.path}: file: must be plain UTF-8 JSONL, got {kind}; {way_out}")
 
     def __enter__(self) -> Self:
         return self

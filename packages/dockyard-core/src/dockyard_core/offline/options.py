@@ -127,6 +127,8 @@ def _policy_fields(given: argparse.Namespace, policy_config: type[BaseModel]) ->
         value = getattr(given, name)
         if value is None:
             continue
+        if name not in policy_config.model_fields:
+            raise ConfigError(f"--{name} must be a field of {policy_config.__name__}, got {value!r}; leave it out")
         if name in fields:
             raise ConfigError(f"{name} must be given once, got {value!r} and --policy {name}; leave out one")
         fields[name] = value

@@ -23,6 +23,8 @@ GRPO_FIELDS = (*SFT_FIELDS, "logprobs", "proximal_logprobs", "advantage", "rewar
 _MAX_SHOWN = 60
 _ROUNDING = 1e-3
 """How far above 0 a log-probability may lie: engines round, but a probability lies far above."""
+_LEAST_LOGPROB = -1e30
+"""Below it, a float32 would be infinite; no engine means such a number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +68,17 @@ def _parse_object(line: bytes, where: str) -> dict[str, Any]:
     def refuse_constant(name: str) -> NoReturn:
         raise ValueError(f"{name}, which is no JSON number")
 
+    def refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            names = [name for name, _ in pairs]
+            repeated = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"{_shown(repeated)} twice, of which only one would count")
+        return fields
+
     try:
-        value = json.loads(line.decode("utf-8"), parse_constant=refuse_constant)
+        text = line.decode("utf-8")
+        value = json.loads(text, parse_constant=refuse_constant, object_pairs_hook=refuse_repeats)
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: json: must be UTF-8, got byte {error.start}; convert the file to UTF-8") from error
     except (ValueError, RecursionError) as error:
@@ -121,7 +132,7 @@ class _Reader:
             (closest,) = difflib.get_close_matches(name, allowed, n=1, cutoff=0.0)
             fields = ", ".join(allowed)
             self._refuse(
-                name[:_MAX_SHOWN], "must be a field of the format", _shown(name), f"did you mean {closest}? ({fields})"
+                _shown(name)[1:-1], "must be a field of the format", _shown(name), f"did you mean {closest}? ({fields})"
             )
 
     def _token_ids(self, vocab_size: int) -> np.ndarray:
@@ -174,7 +185,7 @@ class _Reader:
         if len(values) != num_trained:
             way_out = "leave out the values of tokens that are not trained"
             self._refuse(field, f"must have {num_trained} values, one per trained token", len(values), way_out)
-        wrong = np.flatnonzero(~(values <= _ROUNDING) | ~np.isfinite(values))
+        wrong = np.flatnonzero(~((values <= _ROUNDING) & (values >= _LEAST_LOGPROB)))
         if len(wrong):
             found = f"{values[wrong[0]]} at {wrong[0]}"
             self._refuse(field, "must be finite and <= 0", found, "give natural logarithms of probabilities")
@@ -212,7 +223,7 @@ class _Reader:
         if not is_fitting or (value and array.dtype.kind not in kinds):
             self._refuse(field, rule, _shown(value), way_out)
         # numpy takes a lone true among numbers for 1; in a list of ids that is a mistake.
-        if "b" not in kinds and any(isinstance(item, bool) for item in value):
+        if "b" not in kinds and bool in set(map(type, value)):
             self._refuse(field, rule, _shown(value), way_out)
         return array
 

@@ -20,13 +20,14 @@ import numpy as np
 from dockyard_core.batch import pack_batch
 from dockyard_core.policy import WeightChunk
 from dockyard_core.testing.policy_snapshot_contract import PolicySnapshotContract
+from dockyard_core.testing.policy_value_contract import PolicyValueContract
 
 
 class SinkFailed(Exception):
     """Raised by the contract's own sink."""
 
 
-class PolicyContract(PolicySnapshotContract):
+class PolicyContract(PolicySnapshotContract, PolicyValueContract):
     """Laws of the ``Policy`` seam on one rank."""
 
     def test_a_step_advances_the_version_by_one_and_moves_the_weights(self) -> None:
