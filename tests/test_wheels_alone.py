@@ -22,6 +22,30 @@ EXTRAS = {
 }
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(900)]
 
+SAVE_TINY_MODEL = """
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+torch.manual_seed(0)
+sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)).save_pretrained("model")
+"""
+PRINT_NLL = """
+import json
+import torch
+from transformers import AutoModelForCausalLM
+
+rows = [json.loads(line) for line in open("sft.jsonl")]
+for directory in ("model", "sft/hf"):
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    nll = []
+    for row in rows:
+        ids, start = torch.tensor([row["token_ids"]]), row["prompt_length"]
+        logprobs = model(ids).logits[0, start - 1 : -1].log_softmax(-1)
+        nll.append(-logprobs.gather(-1, ids[0, start:, None]).mean().item())
+    print(json.dumps(nll))
+"""
+
 
 def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
     done = subprocess.run(
@@ -92,6 +116,31 @@ def test_the_readme_example_runs_where_only_this_wheel_is_installed(name: str, i
     python = install(name, EXTRAS[name])
     for code in blocks(name, "python"):
         run(python, "-I", "-c", code, cwd=tmp_path)
+
+
+def test_the_torch_wheel_trains_from_a_file(install, tmp_path: Path) -> None:
+    """The README's command: sft whose export transformers loads, then grpo on the README's own rows."""
+    python = install("dockyard-trainer-torch", EXTRAS["dockyard-trainer-torch"])
+    command = python.parent / "dockyard-train-torch"
+
+    def train(name: str, *options: str) -> list[dict]:
+        files = ["--model", "model", "--data", f"{name}.jsonl", "--out", name]
+        run(command, name, *files, *options, cwd=tmp_path, OMP_NUM_THREADS="1")
+        return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+
+    run(python, "-I", "-c", SAVE_TINY_MODEL, cwd=tmp_path)
+    rows = [{"token_ids": [11, 12, 21 + number, 1], "prompt_length": 2} for number in range(6)]
+    (tmp_path / "sft.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    steps = train("sft", "--batch-size", "2", "--lr", "1e-2")
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    before, after = (json.loads(line) for line in run(python, "-I", "-c", PRINT_NLL, cwd=tmp_path).splitlines())
+    assert steps[0]["nll"] == pytest.approx(sum(before[:2]) / 2, abs=1e-5)
+    assert all(new < old for new, old in zip(after, before, strict=True))
+
+    (tmp_path / "grpo.jsonl").write_text(*blocks("dockyard-trainer-torch", "json"))
+    (step,) = train("grpo")
+    assert (step["num_rows"], step["reward_mean"]) == (2, 0.5)
+    assert (tmp_path / "grpo" / "hf" / "model.safetensors").is_file()
 
 
 def test_a_sandbox_box_answers_one_curl(install, tmp_path: Path) -> None:

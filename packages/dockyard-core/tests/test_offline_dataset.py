@@ -75,6 +75,20 @@ def test_rows_that_contradict_each_other_are_refused(tmp_path, rows, message) ->
     assert str(caught.value).startswith(f"{path}{message}")
 
 
+@pytest.mark.parametrize(
+    ("rows", "has_signal"),
+    [
+        ([row()], True),
+        ([row(advantage=0), row(advantage=0.0)], False),
+        ([row(prompt_length=3, logprobs=[])], False),
+        ([rewarded("a", 1), rewarded("a", 1), rewarded("b", 0), rewarded("b", 0)], False),
+        ([rewarded("a", 1), rewarded("a", 1), rewarded("a", 0)], True),
+    ],
+)
+def test_a_file_has_a_signal_if_some_advantage_is_not_0(tmp_path, rows, has_signal) -> None:
+    assert load(tmp_path / "rows.jsonl", rows).has_signal is has_signal
+
+
 def test_a_file_that_is_not_there_is_told_in_one_line(tmp_path) -> None:
     with pytest.raises(
         DataError, match=r"nothing\.jsonl: file: must be readable, got No such file or directory; check"

@@ -39,10 +39,11 @@ class NotingBackend:
     shards: list[BatchShard] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
 
+    is_lead: bool = True
+
     prog = "dockyard-train-fake"
     policy_config = NotingConfig
     free_policy_fields = frozenset[str]()
-    is_lead = True
 
     def vocab_size(self, model: str) -> int:
         return 64
@@ -135,3 +136,16 @@ def test_baseline_and_scale_reach_the_advantages(tmp_path, data, baseline, scale
     wanted = group_advantages(REWARDS, baseline=baseline, scale=scale)
     held = advantages(backend.shards)
     assert [held[index] for index in range(12)] == pytest.approx([*wanted] * 3)
+
+
+def test_another_rank_lets_the_lead_speak_first_and_then_says_why_it_ends(tmp_path, capsys, monkeypatch) -> None:
+    """A launcher that sees one rank end kills the others: the lead must have said its line by then."""
+    said_before: list[str] = []
+    monkeypatch.setattr(
+        "dockyard_core.offline.command.time.sleep", lambda _: said_before.append(capsys.readouterr().err)
+    )
+    refusal = "dockyard-train-fake: nowhere: file: must be readable, got No such file or directory; check the path\n"
+    assert run(NotingBackend(), tmp_path / "out", Path("nowhere")) == 2
+    assert (capsys.readouterr().err, said_before) == (refusal, [])
+    assert run(NotingBackend(data_rank=1, is_lead=False), tmp_path / "out", Path("nowhere")) == 2
+    assert (capsys.readouterr().err, said_before) == (refusal, [""])

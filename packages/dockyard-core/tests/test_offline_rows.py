@@ -58,7 +58,7 @@ def test_a_rollout_without_a_trained_token_may_still_vote_in_its_group() -> None
         (b"{", "json: must be one JSON object, got Expecting"),
         (b"[1]", "json: must be one JSON object, got [1]; write one object per line"),
         (b"\xff{}", "json: must be UTF-8, got byte 0; convert the file to UTF-8"),
-        (b'{"reward": NaN}', "json: must be one JSON object, got NaN, which is no JSON number"),
+        (b'{"reward": NaN}', "json: numbers must be finite, got NaN; leave the row out"),
         (changed(token_ids=None), "token_ids: must be a list of integers, got nothing; give token ids"),
         (changed(token_ids=[]), "token_ids: must hold at least 1 token, got []; leave the row out"),
         (changed(token_ids=[1, 2.0, 3]), "token_ids: must be a list of integers, got [1, 2.0, 3]; give token ids"),

@@ -223,6 +223,21 @@ def test_a_disk_that_refuses_is_told_in_one_line(tmp_path, data, capsys, monkeyp
     assert "run the same command again" in line
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_loaded(data, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(FakeBackend, "open", lambda *_: pytest.fail("the model was loaded"))
+    assert run(data / "out", data) == 2
+    assert f"got {str(data / 'out')!r}, but {str(data)!r} is a file" in capsys.readouterr().err
+
+
+def test_rows_without_any_signal_are_refused_unless_the_loss_has_another(tmp_path, data, capsys) -> None:
+    row = {"token_ids": [1, 2, 3], "prompt_length": 1, "logprobs": [-1, -1], "reward": 1, "group": 0}
+    data.write_text(f"{json.dumps(row)}\n{json.dumps(row)}\n")
+    assert run(tmp_path / "out", data) == 2
+    assert "must have an advantage other than 0, got none" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert run(tmp_path / "out", data, "--loss", "kl_coef=0.1") == 0
+
+
 def test_a_skipped_step_has_null_where_json_has_no_number(tmp_path, data, capsys) -> None:
     out = tmp_path / "out"
     assert run(out, data, "--loss", "entropy_coef=0.1", "--steps", "1") == 0

@@ -4,6 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.utils import logging
+
+logging.disable_progress_bar()  # or saving a model writes between the lines that tests of the command read
 
 CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 VOCAB_SIZE = 64

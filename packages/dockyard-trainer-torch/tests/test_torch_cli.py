@@ -36,15 +36,9 @@ def make_rows(*, num_groups: int, group_size: int = 4, seed: int = 0) -> list[di
         prompt = rng.integers(2, 64, 4).tolist()
         for member in range(group_size):
             completion = rng.integers(2, 64, int(rng.integers(2, 9))).tolist()
-            rows.append(
-                {
-                    "token_ids": prompt + completion,
-                    "prompt_length": 4,
-                    "logprobs": (-4 + rng.normal(0, 0.3, len(completion))).round(3).tolist(),
-                    "reward": float(member == 0),
-                    "group": f"task-{group}",
-                }
-            )
+            logprobs = (-4 + rng.normal(0, 0.3, len(completion))).round(3).tolist()
+            row = {"token_ids": prompt + completion, "prompt_length": 4, "logprobs": logprobs}
+            rows.append(row | {"reward": float(member == 0), "group": f"task-{group}"})
     return rows
 
 
@@ -237,7 +231,7 @@ def test_a_directory_of_another_run_is_refused_in_one_line(tiny_model, tmp_path,
         (["--loss", "clip_hi=0.3"], "did you mean clip_high?"),
         (["--policy", "lr=1"], "--policy must name a field of TorchPolicyConfig, got 'lr'; did you mean"),
         (["--policy", "eps"], "--policy must be key=value, got 'eps'"),
-        (["--lr", "-1"], "--policy learning_rate: Input should be greater than or equal to 0, got -1"),
+        (["--lr", "-1"], "--lr: Input should be greater than or equal to 0, got -1"),
         (["--loss", "clip_low=1.5"], "--loss: clip_low must be < 1"),
         (["--lr", "1", "--policy", "learning_rate=1"], "learning_rate must be given once"),
         (["--batch-size", "3"], "--batch-size must hold the largest group, got 3 < 4 rows; use --batch-size 4"),

@@ -99,7 +99,8 @@ def build_policy(config: Config, *, rank: int, num_ranks: int, rendezvous: str) 
         )
         process_group = distributed.group.WORLD
     section = config.policy
-    shared = {name: getattr(section, name) for name in TorchPolicyConfig.model_fields if hasattr(section, name)}
+    alike = TorchPolicyConfig.model_fields.keys() & type(section).model_fields.keys()
+    shared = {name: getattr(section, name) for name in alike}
     values = shared | {
         "warmup_steps": min(section.warmup_steps, config.run.max_steps),
         "total_steps": config.run.max_steps,

@@ -49,7 +49,7 @@ class StepMetrics:
     offpolicy_abs_diff_max: float
     num_valid_tokens: int
     is_skipped: bool = False
-    """The gradient was not finite: weights, moments and version are untouched."""
+    """The loss or the gradient of every update was not finite: weights, moments and version are untouched."""
     extra: dict[str, float] = field(default_factory=dict)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -80,13 +80,13 @@ class TorchBackend:
 
     def vocab_size(self, model: str) -> int:
         """Of the model's config.json. Raises ConfigError when there is none."""
-        from dockyard_trainer_torch.model import resolve_model_dir
+        from dockyard_trainer_torch.model import read_config_json, resolve_model_dir
 
-        path = resolve_model_dir(model) / "config.json"
-        size = json.loads(path.read_bytes()).get("vocab_size") if path.is_file() else None
+        directory = resolve_model_dir(model)
+        size = read_config_json(directory).get("vocab_size")
         if not isinstance(size, int):
             raise ConfigError(
-                f"--model must have a config.json with vocab_size, got {str(path.parent)!r}; "
+                f"--model must have a config.json with vocab_size, got {str(directory)!r}; "
                 "point it at a saved Hugging Face model"
             )
         return size
@@ -116,10 +116,9 @@ def _process_group(device: str) -> Iterator[ProcessGroup | None]:
     import torch
     from torch import distributed
 
-    is_cuda = torch.device(device).type == "cuda"
+    is_cuda = device != "cpu"
     if is_cuda:
-        index = torch.device(device).index
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) if index is None else index)
+        torch.cuda.set_device(_gpu_index(device))
     if _world_size() == 1:
         yield None
         return
@@ -128,3 +127,20 @@ def _process_group(device: str) -> Iterator[ProcessGroup | None]:
         yield distributed.group.WORLD
     finally:
         distributed.destroy_process_group()
+
+
+def _gpu_index(device: str) -> int:
+    """Of ``cuda:N``, or this process's own for ``cuda``. Raises ConfigError for what this machine does not have."""
+    import torch
+
+    matched = re.fullmatch(r"cuda(?::(\d+))?", device)
+    if matched is None:
+        raise ConfigError(f"--device must be cpu, cuda or cuda:N, got {device!r}; leave it out to choose")
+    index = int(matched[1] or os.environ.get("LOCAL_RANK", "0"))
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"--device must name a GPU that torch sees, got {device!r} (number {index}) of {count}; use --device cpu, "
+            "or one process per GPU"
+        )
+    return index

@@ -89,7 +89,7 @@ class TensorBatch:
     num_rows: int
     """1 + the largest of ``sequence_M``."""
     proximal_logprobs_M: Tensor | None = None
-    """Of the weights before the batch's first update."""
+    """Carried by the batch, or of the weights before its first update."""
     ref_logprobs_M: Tensor | None = None
     """Of the frozen reference."""
 
@@ -102,7 +102,7 @@ class TensorBatch:
 def tensor_batch(micro_batch: MicroBatch, device: str, *, share_prefixes: bool) -> TensorBatch:
     """Lay a micro-batch out and move it to the device; order M is that of the rows of [B, L]."""
     targets_M = np.flatnonzero(micro_batch.loss_mask_BL)
-    sequence_M = micro_batch.sequence_ids_BL.reshape(-1)[targets_M]
+    sequence_M = micro_batch.sequence_ids_BL.reshape(-1)[targets_M].astype(np.int64)
     proximal_BL = micro_batch.proximal_logprobs_BL
     layout = (_prefix_layout(micro_batch, device) if share_prefixes else None) or _packed_layout(micro_batch, device)
 
@@ -121,11 +121,11 @@ def tensor_batch(micro_batch: MicroBatch, device: str, *, share_prefixes: bool) 
 
 def _packed_layout(micro_batch: MicroBatch, device: str) -> PackedLayout:
     used = micro_batch.used_length
-    token_ids_BL = np.ascontiguousarray(micro_batch.token_ids_BL[:, :used])
+    token_ids_BL = micro_batch.token_ids_BL[:, :used].astype(np.int64)
     targets_M = np.flatnonzero(micro_batch.loss_mask_BL[:, :used])
     return PackedLayout(
         token_ids_BL=torch.from_numpy(token_ids_BL).to(device),
-        position_ids_BL=torch.from_numpy(_position_ids(micro_batch)[:, :used].copy()).to(device),
+        position_ids_BL=torch.from_numpy(_position_ids(micro_batch)[:, :used].astype(np.int64)).to(device),
         # Token t is predicted at t - 1; token 0 of a sequence is never trained, so t - 1 is in its row.
         predictors_M=torch.from_numpy(targets_M - 1).to(device),
         target_ids_M=torch.from_numpy(token_ids_BL.reshape(-1)[targets_M]).to(device),
@@ -153,7 +153,7 @@ class _Sequence(NamedTuple):
 
 def _sequences(micro_batch: MicroBatch) -> Iterator[_Sequence]:
     """Sequences with trained tokens, in the order of the rows of [B, L]."""
-    ids, mask = micro_batch.token_ids_BL.reshape(-1), micro_batch.loss_mask_BL.reshape(-1)
+    ids, mask = micro_batch.token_ids_BL.reshape(-1).astype(np.int64), micro_batch.loss_mask_BL.reshape(-1)
     sequence_ids = micro_batch.sequence_ids_BL.reshape(-1)
     edges = np.flatnonzero(np.diff(sequence_ids, prepend=-1, append=-1))
     for start, stop in pairwise(edges):

@@ -41,10 +41,15 @@ class WeightFiles:
         return tuple(self._slice(name).get_shape())
 
     def _slice(self, name: str) -> Any:
+        from safetensors import SafetensorError
+
         path = self._file_of[name]
         if path not in self._open:
             self._open[path] = self._stack.enter_context(_opened(path))
-        return self._open[path].get_slice(name)
+        try:
+            return self._open[path].get_slice(name)
+        except SafetensorError as error:  # the index names a tensor that the file lacks
+            raise _unreadable(path, error) from error
 
 
 @contextmanager
@@ -56,9 +61,9 @@ def weight_files(model_dir: Path) -> Iterator[WeightFiles]:
     if (model_dir / _INDEX).is_file():
         try:
             listed: Mapping[str, str] = json.loads((model_dir / _INDEX).read_text())["weight_map"]
-        except (OSError, ValueError, KeyError) as error:
+            file_of = {name: model_dir / file for name, file in listed.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise _unreadable(model_dir / _INDEX, error) from error
-        file_of = {name: model_dir / file for name, file in listed.items()}
     else:
         with _opened(model_dir / _SINGLE) as file:
             file_of = dict.fromkeys(file.keys(), model_dir / _SINGLE)
@@ -76,8 +81,10 @@ def _opened(path: Path) -> Any:
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
+    found = "no such file" if isinstance(error, FileNotFoundError) else error
     return ConfigError(
-        f"policy.model has no readable *.safetensors, got {str(path)!r} ({error}); save it with save_pretrained"
+        f"policy.model has no readable *.safetensors, got {str(path)!r} ({found}); "
+        "complete the download, or save it with save_pretrained"
     )
 
 
@@ -104,6 +111,9 @@ def load_weights(model: nn.Module, model_dir: Path) -> None:
         _check_same(params, files, model, model_dir)
         for name, param in params.items():
             _load_one(name, param, files)
+        for name, param in model.named_parameters(remove_duplicate=False):
+            if name in files.names and name not in params:
+                _check_tied(name, param, files)
 
 
 def _load_one(name: str, param: nn.Parameter, files: WeightFiles) -> None:
@@ -115,6 +125,18 @@ def _load_one(name: str, param: nn.Parameter, files: WeightFiles) -> None:
             target.copy_(files.read(part.name, region))
         elif region.offset[0] <= part.row < region.stop[0]:
             target[part.row - region.offset[0], part.start : part.stop] = files.read(part.name)
+
+
+def _check_tied(name: str, param: nn.Parameter, files: WeightFiles) -> None:
+    """Raise ConfigError when the file holds other values for a tied weight: transformers would not tie it then."""
+    region = region_of(param)
+    is_alike = files.shape(name) == tuple(param.shape)
+    if is_alike and (not region.num_elements or torch.equal(local(param), files.read(name, region).to(local(param)))):
+        return
+    raise ConfigError(
+        f"policy.model must hold a tied {name} equal to the input embedding or leave it out, got other values under "
+        "tie_word_embeddings=true; set it to false in config.json"
+    )
 
 
 def _check_same(params: Mapping[str, Tensor], files: WeightFiles, model: nn.Module, model_dir: Path) -> None:

@@ -6,6 +6,7 @@ and U as in `layout`.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,22 +54,46 @@ def resolve_model_dir(model: str | Path) -> Path:
         ) from error
 
 
-def read_config(model_dir: Path) -> PretrainedConfig:
-    """The model's configuration, without dropout.
+def read_config_json(model_dir: Path) -> dict[str, Any]:
+    """What config.json says, of a family of ``FAMILIES``.
 
-    Raises ConfigError for a directory without one, or a family outside ``FAMILIES``.
+    Raises ConfigError for a directory without one, one that is no JSON object, or another family.
     """
-    from transformers import AutoConfig
-
-    if not (model_dir / "config.json").is_file():
+    path = model_dir / "config.json"
+    if not path.is_file():
         raise ConfigError(
             f"policy.model has no config.json, got {str(model_dir)!r}; point it at a saved Hugging Face model"
         )
-    config = AutoConfig.from_pretrained(model_dir)
-    if config.model_type not in FAMILIES:
+    try:
+        fields = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"policy.model must be of a family {', '.join(FAMILIES)}, got {config.model_type!r}; "
+            f"policy.model must have a config.json that can be read, got {str(path)!r} ({error}); save the model again"
+        ) from error
+    family = fields.get("model_type") if isinstance(fields, dict) else None
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"policy.model must be of a family {', '.join(FAMILIES)}, got {family!r}; "
             "choose a checkpoint of one of them"
+        )
+    return dict(fields)
+
+
+def read_config(model_dir: Path) -> PretrainedConfig:
+    """The model's configuration, without dropout.
+
+    Raises ConfigError for a directory without one, a family outside ``FAMILIES``, or rotary frequencies that
+    depend on the batch.
+    """
+    read_config_json(model_dir)  # before transformers loads, which warns about other families or knows them not
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_dir)
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope_type in ("dynamic", "longrope"):
+        raise ConfigError(
+            f"policy.model must have rotary frequencies that do not follow the longest sequence of a batch, got "
+            f"rope_type={rope_type!r}: logprobs would depend on what else is packed; choose yarn, llama3 or linear"
         )
     config.attention_dropout = 0.0
     return config
@@ -80,6 +105,8 @@ def build_causal_lm(config: PretrainedConfig) -> PreTrainedModel:
 
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    # With one, torch drops the gradient of that token's embedding; where it is the end of a turn too, it is trained.
+    model.model.embed_tokens.padding_idx = None
     # No checkpoint holds the frequencies: they follow from the configuration.
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
     built: PreTrainedModel = model.eval()
@@ -105,8 +132,8 @@ class TokenScorer(nn.Module):
     @property
     def can_share_prefixes(self) -> bool:
         """Whether every layer attends to all of the past, which `PrefixLayout` takes for granted."""
-        config = self.causal_lm.config
-        return all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or [])
+        # Not `layer_types`: a mixture of experts has a window without naming its layers' kinds.
+        return getattr(self.causal_lm.config, "sliding_window", None) is None
 
     def forward(self, layout: Layout, *, temperature: float, with_entropy: bool = True) -> tuple[Tensor, Tensor | None]:
         """Return (logprobs_M, entropy_M) of the layout's trained tokens, float32, nats; None for no entropy."""

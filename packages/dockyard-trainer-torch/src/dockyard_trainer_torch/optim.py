@@ -24,7 +24,7 @@ class GradientReport:
     grad_norm: float
     """Global, before clipping."""
     is_skipped: bool
-    """The norm was not finite: weights and moments are untouched."""
+    """The norm or the loss was not finite: weights and moments are untouched."""
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: TorchPolicyConfig) -> torch.optim.AdamW:

@@ -1,7 +1,4 @@
-"""Spreads a model over ranks: tensor parallelism inside its blocks, FSDP2 over the data-parallel ranks.
-
-Shape legend: none; everything here acts on whole modules.
-"""
+"""Spreads a model over ranks: tensor parallelism inside its blocks, FSDP2 over the data-parallel ranks."""
 
 from __future__ import annotations
 

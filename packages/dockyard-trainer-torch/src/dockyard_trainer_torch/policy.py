@@ -5,6 +5,7 @@ Shape legend: B = rows, L = row length, M = trained positions of a micro-batch.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,13 +49,12 @@ class TorchPolicy:
     """
 
     def __init__(
-        self, model_dir: Path, config: TorchPolicyConfig, *, process_group: ProcessGroup | None = None
+        self, model: str | Path, config: TorchPolicyConfig, *, process_group: ProcessGroup | None = None
     ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         torch.manual_seed(config.seed)
         self.config = config
-        self.model_dir = model_dir
         self.ranks = Ranks(process_group, device=config.device, tensor_parallel_size=config.tensor_parallel_size)
         if config.cpu_offload and self.ranks.data_size == 1:
             raise ConfigError("cpu_offload needs several data-parallel ranks, got 1; use optimizer_offload")
@@ -62,10 +62,14 @@ class TorchPolicy:
         self.num_updates = 0
         """Optimizer steps taken: `updates_per_batch` for each version."""
         self._version = 0
-        self._policy = build_scorer(model_dir, config, self.ranks)
+        self._is_torn = False
+        """An error ended the middle of a step: FSDP2 still holds the gradients of its first micro-batches."""
         self._reference: TokenScorer | None = None
-        if config.needs_reference and config.lora is None:  # with adapters, the base is the reference
-            self._reference = build_scorer(model_dir, config, self.ranks, is_reference=True)
+        with self.ranks.together(ConfigError("another rank could not load policy.model; see that rank's error")):
+            self.model_dir = resolve_model_dir(model)
+            self._policy = build_scorer(self.model_dir, config, self.ranks)
+            if config.needs_reference and config.lora is None:  # with adapters, the base is the reference
+                self._reference = build_scorer(self.model_dir, config, self.ranks, is_reference=True)
         self.optimizer = build_optimizer(self._policy.parameters(), config)
 
     @classmethod
@@ -80,10 +84,10 @@ class TorchPolicy:
             process_group: the ranks that share the model; None = this process. Ranks of one
                 tensor-parallel group follow each other, and take the same shard of a batch.
 
-        Raises ConfigError for a directory that does not exist, holds no model, another family or other
+        Raises ConfigError on every rank for a directory that does not exist, holds no model, another family or other
         tensors than its config.json says, and for sizes that do not divide.
         """
-        return cls(resolve_model_dir(model), config, process_group=process_group)
+        return cls(model, config, process_group=process_group)
 
     @property
     def data_rank(self) -> int:
@@ -127,8 +131,29 @@ class TorchPolicy:
     def _laid_out(self, shard: BatchShard) -> list[TensorBatch]:
         """The micro-batches on the device; a shard that one rank refuses ends the step on all before it begins."""
         with self.ranks.together(RuntimeError("another rank could not read its shard; see that rank's error")):
+            if self._is_torn:
+                raise RuntimeError(
+                    "an error ended a step of sharded weights half-way, got another call; build a new policy and "
+                    "restore it"
+                )
             check_shard(shard, vocab_size=self.causal_lm.config.vocab_size)
-            return tensor_batches(self._policy, shard, self.config, self.ranks)
+            batches = tensor_batches(self._policy, shard, self.config, self.ranks)
+        if self.ranks.world_size > 1:
+            self._check_agreed(shard)
+        return batches
+
+    def _check_agreed(self, shard: BatchShard) -> None:
+        """Raise ValueError on every rank when their shards are of different batches: they would wait for each other."""
+        counts = (shard.num_valid_tokens, shard.num_sequences, shard.num_trained_sequences)
+        carries = any(part.proximal_logprobs_BL is not None for part in shard.micro_batches)
+        tokens = b"".join(part.token_ids_BL.tobytes() for part in shard.micro_batches)
+        shared = (len(shard.micro_batches), *counts, shard.temperature, carries)
+        if not self.ranks.agree(shared, zlib.crc32(tokens)):
+            raise ValueError(
+                "the shards of a step must be of one batch, the same for all ranks of a tensor-parallel group, got "
+                f"{shared} and others (micro-batches, counts, temperature, whether proximal logprobs are carried); "
+                "take pack_batch(..., num_ranks=policy.num_data_ranks)[policy.data_rank] on every rank"
+            )
 
     def _score(self, batches: Sequence[TensorBatch], shard: BatchShard) -> list[Tensor]:
         logprobs: list[Tensor] = score(self._policy, batches, shard.temperature, self.config, self.ranks)
@@ -168,7 +193,18 @@ class TorchPolicy:
         means over the updates that were not skipped.
         """
         zero_gradients(self.optimizer)
-        batches = self._with_targets(self._laid_out(shard), shard)
+        batches = self._laid_out(shard)
+        with self._torn_by_an_error():
+            return self._updates(self._with_targets(batches, shard), shard)
+
+    @contextmanager
+    def _torn_by_an_error(self) -> Iterator[None]:
+        """One rank's gradients are dropped by the next step; those inside FSDP2 are out of reach."""
+        self._is_torn = self.ranks.data_size > 1
+        yield
+        self._is_torn = False
+
+    def _updates(self, batches: list[TensorBatch], shard: BatchShard) -> StepMetrics:
         learning_rate = learning_rate_at(self.config, self._version)
         taken: list[tuple[StepSums, GradientReport]] = []
         for _ in range(self.config.updates_per_batch):

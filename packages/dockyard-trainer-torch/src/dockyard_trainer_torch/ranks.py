@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +86,21 @@ class Ranks:
         if self.world_size == 1:
             return flag
         return bool(self.max(torch.tensor(float(flag), device=self.device)).item())
+
+    def agree(self, shared: Sequence[float], part: float) -> bool:
+        """Whether all ranks give the same ``shared``, and those of a tensor-parallel group the same ``part``.
+
+        Equal on every rank (collective).
+        """
+        if self.world_size == 1:
+            return True
+        slots = torch.full((2, len(shared) + self.data_size), -torch.inf, dtype=torch.float64, device=self.device)
+        given = slots.new_tensor([*shared, part])
+        for row, sign in zip(slots, (1, -1), strict=True):
+            row[: len(shared)] = sign * given[:-1]
+            row[len(shared) + self.data_rank] = sign * given[-1]
+        largest, negated_smallest = self.max(slots)
+        return bool((largest == -negated_smallest).all())
 
     @contextmanager
     def together(self, elsewhere: Exception) -> Iterator[None]:

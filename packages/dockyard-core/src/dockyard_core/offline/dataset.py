@@ -74,6 +74,8 @@ class OfflineDataset:
         """The rows name their step; a unit is a step."""
         self.has_proximal = layout.has_proximal
         """Every row has ``proximal_logprobs``."""
+        self.has_signal = layout.has_trained and layout.has_advantage
+        """Some token is trained, and some advantage is not 0; of no meaning for sft."""
 
     def _check_kind(self) -> None:
         """Refuse what would be read for long and then fail, or fail with a message that misleads."""
@@ -127,6 +129,7 @@ class _Layout:
         self.unit_starts = array("q")
         self.has_steps = False
         self.has_proximal = False
+        self.has_trained = self.has_advantage = False
         self._num_rows = 0
         self._last: OfflineRow | None = None
         self._seen_groups: dict[str | int, int] = {}
@@ -150,6 +153,10 @@ class _Layout:
             self.unit_starts.append(self._num_rows)
         self._has_rewards |= row.reward is not None
         self._has_pair |= row.reward is not None and not is_new_group
+        self.has_trained |= bool(row.loss_mask_T.any())
+        # Rewards of a group differ if two neighbours do.
+        is_other_reward = not is_new_group and self._last is not None and row.reward != self._last.reward
+        self.has_advantage |= bool(row.advantage) or is_other_reward
         self._num_rows += 1
         self._last = row
 

@@ -63,6 +63,11 @@ class _Run:
                 f"proximal_logprobs are read under --loss proximal=given, got {self._config.loss.proximal!r}; "
                 "set it, or leave the field out"
             )
+        if options.command == "grpo" and self._config.loss.can_skip_zero_advantage and not dataset.has_signal:
+            raise ConfigError(
+                f"{options.data}: some row with a trained token must have an advantage other than 0, got none (rewards "
+                "that are equal within every group have none); add rows to learn from"
+            )
         self._dir = RunDir(options.out, is_lead=backend.is_lead)
         self._progress = Progress(stream, total_steps=self._total, is_lead=backend.is_lead, is_plain=options.is_plain)
         self._record = self._make_record(batch_size)
@@ -106,6 +111,7 @@ class _Run:
         if not has_more and self._dir.export_path.is_dir():
             self._progress.say(f"nothing to do: {self._options.out} holds all {self._total} steps")
             return 0
+        self._dir.check_writable()
         with self._backend.open(self._options.model, self._config) as session:
             session.any(False)  # every rank has looked at the directory before the lead changes it
             self._record["execution"]["num_data_ranks"] = session.num_data_ranks
@@ -142,7 +148,8 @@ class _Run:
                     return 128 + (signals.received or signal.SIGTERM)
         with _writing():
             self._dir.export(session.policy.snapshot().export, barrier=lambda: session.any(False))
-        self._progress.say(f"done: {self._total} steps; the model is in {self._dir.export_path}")
+        steps = "1 step" if self._total == 1 else f"{self._total} steps"
+        self._progress.say(f"done: {steps}; the model is in {self._dir.export_path}")
         return 0
 
     def _step(self, session: OfflineSession, place: StepRows) -> dict[str, Any]:

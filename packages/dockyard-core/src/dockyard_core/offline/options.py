@@ -154,8 +154,7 @@ def _assignments(words: Sequence[str], option: str, kind: type[BaseModel]) -> di
         if not has_value:
             raise ConfigError(f"{option} must be key=value, got {word!r}; write for example {_example(kind)}")
         if first not in kind.model_fields:
-            (closest,) = difflib.get_close_matches(first, kind.model_fields, n=1, cutoff=0.0)
-            raise ConfigError(f"{option} must name a field of {kind.__name__}, got {first!r}; did you mean {closest}?")
+            raise _unknown_field(option, kind, first)
         try:
             value: Any = json.loads(text)
         except ValueError:
@@ -171,6 +170,21 @@ def _assignments(words: Sequence[str], option: str, kind: type[BaseModel]) -> di
     return fields
 
 
+def _unknown_field(option: str, kind: type[BaseModel], name: str) -> ConfigError:
+    usual = {"lr": "learning_rate"}.get(name)  # by spelling it would be lora
+    closest = usual or difflib.get_close_matches(name, kind.model_fields, n=1, cutoff=0.0)[0]
+    return ConfigError(f"{option} must name a field of {kind.__name__}, got {name!r}; did you mean {closest}?")
+
+
+def _inner(kind: type[BaseModel], path: Sequence[int | str]) -> type[BaseModel]:
+    """The class of a nested configuration."""
+    for part in path:
+        annotation = kind.model_fields[str(part)].annotation
+        choices = [annotation, *get_args(annotation)]
+        kind = next(choice for choice in choices if isinstance(choice, type) and issubclass(choice, BaseModel))
+    return kind
+
+
 def _example(kind: type[BaseModel]) -> str:
     return "clip_high=0.28" if kind is LossConfig else "dtype=bfloat16"
 
@@ -180,8 +194,16 @@ def _validate(kind: type[BaseModel], fields: Mapping[str, Any], option: str) -> 
         return kind.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
+        *path, last = first["loc"] or ("",)
+        if first["type"] == "extra_forbidden":
+            inner = _inner(kind, path)
+            raise _unknown_field(" ".join([option, ".".join(map(str, path))]).strip(), inner, str(last)) from error
         name = ".".join(map(str, first["loc"]))
+        if name in _SHORTHANDS:
+            option, name = "--lr" if name == "learning_rate" else f"--{name.replace('_', '-')}", ""
         rule = str(first["msg"]).removeprefix("Value error, ")
-        if not name:  # a contradiction between fields, whose message is complete
-            raise ConfigError(f"{option}: {rule}") from error
-        raise ConfigError(f"{option} {name}: {rule}, got {first['input']!r}; correct it") from error
+        start = f"{option} {name}".strip()
+        if first["type"] == "value_error":  # of our own validators, whose messages are complete
+            raise ConfigError(f"{start}: {rule}") from error
+        way_out = f"write {name}.FIELD=VALUE" if first["type"] == "model_type" else "correct it"
+        raise ConfigError(f"{start}: {rule}, got {first['input']!r}; {way_out}") from error

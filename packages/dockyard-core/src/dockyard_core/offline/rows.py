@@ -66,7 +66,7 @@ def parse_row(line: bytes, where: str, *, command: Command, vocab_size: int) -> 
 
 def _parse_object(line: bytes, where: str) -> dict[str, Any]:
     def refuse_constant(name: str) -> NoReturn:
-        raise ValueError(f"{name}, which is no JSON number")
+        raise DataError(f"{where}: json: numbers must be finite, got {name}; leave the row out, or correct it")
 
     def refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)

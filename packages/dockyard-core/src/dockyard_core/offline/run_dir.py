@@ -79,6 +79,15 @@ class RunDir:
             )
         return position
 
+    def check_writable(self) -> None:
+        """Raise UserError if it is not, before the model is loaded, which may take minutes. Every rank writes."""
+        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise UserError(
+                f"--out must be a directory that can be written, got {str(self.path)!r}, but {str(there)!r} "
+                f"{'cannot' if there.is_dir() else 'is a file'}; give another directory"
+            )
+
     def _held_record(self) -> dict[str, Any] | None:
         path = self.path / "config.json"
         if not path.is_file():

@@ -37,6 +37,8 @@ class _Parser(argparse.ArgumentParser):
     """A mistake is one line, without the usage before it."""
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):  # argparse takes -1e-5 for an option
+            message += " (write OPTION=VALUE where the value begins with -)"
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 

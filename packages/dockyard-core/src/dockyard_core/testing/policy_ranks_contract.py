@@ -46,7 +46,9 @@ def report_of_rank(
         if rank == BAD_RANK and len(streamed) == _STREAMED_BEFORE_THE_FAULT:
             raise EngineLost(f"rank {rank} lost its engine")
 
+    strange = dataclasses.replace(good, temperature=0.5) if rank == BAD_RANK else good
     said: dict[str, Any] = {
+        "disagreement": _outcome(lambda: policy.train_step(strange)),
         "train_step": _outcome(lambda: policy.train_step(bad)),
         "logprobs": _outcome(lambda: policy.logprobs(bad)),
         "stream_weights": _outcome(lambda: policy.stream_weights(sink)),
@@ -72,6 +74,7 @@ def check_ranks(reports: Sequence[Mapping[str, Any]]) -> None:
                 assert rule in said[call], said[call]
             else:
                 assert said[call].startswith("RuntimeError: "), f"{call} of rank {rank}: {said[call]}"
+        assert said["disagreement"].startswith("ValueError: "), f"rank {rank}: {said['disagreement']}"
         wanted = "EngineLost: " if rank == BAD_RANK else "RuntimeError: "
         assert said["stream_weights"].startswith(wanted), said["stream_weights"]
         assert said["num_streamed"] == _STREAMED_BEFORE_THE_FAULT, "the stream ends at the same tensor on every rank"
