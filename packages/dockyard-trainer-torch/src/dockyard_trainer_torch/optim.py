@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: TorchPolicyConfi
     With ``optimizer_offload`` the moments are in host memory.
     """
     params = [param for param in parameters if param.requires_grad]
-    groups = [group for key in _keys(params) for group in _groups(key, params, config)]
+    groups = list(_groups(params, config))
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
     # torch allocates moments at the first step; a checkpoint written before it needs them too.
     for param in params:
@@ -48,30 +48,26 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: TorchPolicyConfi
     return optimizer
 
 
-def _key(param: nn.Parameter) -> tuple[bool, Any]:
-    """Whether it decays, and its mesh: torch steps parameters of one mesh together."""
-    return param.ndim >= 2, getattr(param, "device_mesh", None)
+def _groups(params: Sequence[nn.Parameter], config: TorchPolicyConfig) -> Iterator[dict[str, Any]]:
+    """Parameters that decay alike and lie on one mesh, which torch steps together; in parts under offload."""
+    alike: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    for param in params:
+        alike.setdefault((param.ndim >= 2, getattr(param, "device_mesh", None)), []).append(param)
+    for (is_decayed, _), members in alike.items():
+        for part in _parts(members) if config.optimizer_offload else [members]:
+            yield {"params": part, "weight_decay": config.weight_decay if is_decayed else 0.0}
 
 
-def _keys(params: list[nn.Parameter]) -> Iterable[tuple[bool, Any]]:
-    return dict.fromkeys(map(_key, params))
-
-
-def _groups(key: tuple[bool, Any], params: list[nn.Parameter], config: TorchPolicyConfig) -> Iterator[dict[str, Any]]:
-    is_decayed, _ = key
-    options = {"weight_decay": config.weight_decay if is_decayed else 0.0}
-    alike = [param for param in params if _key(param) == key]
-    if not config.optimizer_offload:
-        yield {"params": alike, **options}
-        return
-    part: list[nn.Parameter] = []
-    for param in alike:
+def _parts(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    part, num_elements = list[nn.Parameter](), 0
+    for param in params:
         part.append(param)
-        if sum(local(held).numel() for held in part) >= _PART_ELEMENTS:
-            yield {"params": part, **options}
-            part = []
+        num_elements += local(param).numel()
+        if num_elements >= _PART_ELEMENTS:
+            yield part
+            part, num_elements = [], 0
     if part:
-        yield {"params": part, **options}
+        yield part
 
 
 def _move_moments(optimizer: torch.optim.Optimizer, param: nn.Parameter, device: torch.device) -> None:

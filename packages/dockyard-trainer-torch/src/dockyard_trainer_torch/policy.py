@@ -256,7 +256,6 @@ class TorchPolicy:
             | {
                 "mismatch_abs_diff_max": first.mismatch_abs_diff_max,
                 "num_skipped_steps": float(self.num_skipped_steps),
-                "padding_fraction": shard.padding_fraction,
             },
         )
 
