@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -183,7 +184,8 @@ def test_a_server_has_version_2_although_it_starts_processes(
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     late = find_jailer(scratch, None)
-    assert "holds 1 other processes" in probe([hierarchy]).notes[0]
+    # The launcher, and what it has just started may not be gone yet.
+    assert re.search(r"holds [1-9]\d* other processes", probe([hierarchy]).notes[0])
     late.close()
     jailer = find_jailer(scratch, None, with_groups=True)
     try:

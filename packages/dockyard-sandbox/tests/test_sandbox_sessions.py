@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,13 @@ def session(http: httpx.Client, project: Any, body: Any) -> Iterator[Session]:
     opened = Session(http, body(project.task(), ""))
     yield opened
     http.delete(opened.path)
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def processes_with(text: str) -> list[str]:
@@ -130,21 +137,15 @@ def test_a_deadline_kills_the_command_and_its_children(session: Session) -> None
 def test_a_client_that_leaves_ends_its_command_and_not_its_session(session: Session, server: ServerHandle) -> None:
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}{session.path}/exec", json={"command": "sleep 86427"}, timeout=1.0, trust_env=False)
-    end = time.monotonic() + 30
-    while processes_with("86427"):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: not processes_with("86427"))
     assert session.exec("echo on")["output"] == "on\n"
 
 
 def test_background_processes_stay_until_the_session_ends(session: Session) -> None:
     session.exec("setsid sleep 86423 >/dev/null 2>&1 &")
-    assert processes_with("86423")
+    wait_until(lambda: processes_with("86423"))  # the shell is back before its child has become the program
     assert session.http.delete(session.path).status_code == 204
-    end = time.monotonic() + 30
-    while processes_with("86423"):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: not processes_with("86423"))
     assert session.call("exec", command="true").status_code == 404
 
 
@@ -288,11 +289,8 @@ def test_sessions_end_with_their_server(project: Any, body: Any, tmp_path: Path)
         with httpx.Client(base_url=handle.url, timeout=60.0, trust_env=False) as http:
             session = Session(http, body(project.task(), ""))
             session.exec("setsid sleep 86426 >/dev/null 2>&1 &")
-        assert processes_with("86426")
+            wait_until(lambda: processes_with("86426"))
         if how == "kill":
             handle.process.kill()
         handle.stop()
-        end = time.monotonic() + 30
-        while processes_with("86426"):
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        wait_until(lambda: not processes_with("86426"))
