@@ -6,6 +6,8 @@ import ast
 import asyncio
 import json
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,26 @@ def test_no_other_test_changes_its_place(newline: str, ending: str, is_proven: b
 )
 def test_a_file_that_cannot_be_read_gives_no_canary(source: bytes) -> None:
     assert find_candidates("t.py", source, ["t.py::test_a"]) == ()
+
+
+def test_test_files_are_parsed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython 3.11 counts the depth of the trees of all threads together: two at once now and then gave SystemError."""
+    active, most, parse = [], [], ast.parse
+
+    def slowly(text: str) -> ast.Module:
+        active.append(text)
+        most.append(len(active))
+        time.sleep(0.01)
+        active.pop()
+        return parse(text)
+
+    monkeypatch.setattr(ast, "parse", slowly)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(
+            pool.map(lambda _: find_candidates("a.py", b"def test_a(): assert f(2) == 3\n", ["a.py::test_a"]), range(8))
+        )
+    assert len(most) == len(found) == 8
+    assert set(most) == {1}
 
 
 def test_every_run_has_names_values_and_places_of_its_own() -> None:

@@ -15,6 +15,7 @@ import copy
 import random
 import re
 import secrets
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ _WORD = re.compile(r"[a-z]{3,12}")
 _WORDS = ("again", "more", "other", "extra", "basic", "edge", "small", "large", "default", "second", "plain", "simple")
 _SIMPLE = (ast.Assert, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Import, ast.ImportFrom, ast.Delete)
 _LEAVES_EARLY = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Try, ast.TryStar, ast.Raise)
+_PARSER = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ def find_candidates(path: str, source: bytes, ids: Iterable[str]) -> tuple[Candi
         return ()
     try:
         text = source.decode()
-        module = ast.parse(text)
+        module = _parsed(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return ()
     wanted, lines = set(ids), text.split("\n")
@@ -127,9 +129,15 @@ def make_flock(candidates: Iterable[Candidate], sources: Mapping[str, bytes], pr
     files = {}
     for path, lines in lines_of.items():
         text = "\n".join(lines)
-        ast.parse(text)  # a defect here would be blamed on the policy
+        _parsed(text)  # a defect here would be blamed on the policy
         files[path] = text.encode()
     return Flock(canaries=tuple(canaries), files=files)
+
+
+def _parsed(text: str) -> ast.Module:
+    """The syntax tree. Up to Python 3.12 the depth of a tree is counted for all threads together: one at a time."""
+    with _PARSER:
+        return ast.parse(text)
 
 
 def _in_scope(
