@@ -123,11 +123,10 @@ def test_test_files_are_parsed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
         active.pop()
         return parse(text)
 
-    monkeypatch.setattr(ast, "parse", slowly)
-    with ThreadPoolExecutor(4) as pool:
-        found = list(
-            pool.map(lambda _: find_candidates("a.py", b"def test_a(): assert f(2) == 3\n", ["a.py::test_a"]), range(8))
-        )
+    with monkeypatch.context() as patch, ThreadPoolExecutor(4) as pool:
+        patch.setattr(ast, "parse", slowly)
+        source, ids = b"def test_a(): assert f(2) == 3\n", ["a.py::test_a"]
+        found = list(pool.map(lambda _: find_candidates("a.py", source, ids), range(8)))
     assert len(most) == len(found) == 8
     assert set(most) == {1}
 
