@@ -39,7 +39,11 @@ def tiny_model(tmp_path_factory) -> Callable[..., Path]:
                 initializer_range=0.2,  # large enough that attention matters to the log-probabilities
             )
             directory = tmp_path_factory.mktemp(f"{family}-{'tied' if is_tied else 'untied'}")
-            AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            for name, param in model.named_parameters():
+                if name.endswith("bias"):  # 0 in a fresh model, where nobody would miss them
+                    param.data.copy_(torch.linspace(-0.5, 0.5, len(param)))
+            model.save_pretrained(directory)
             (directory / "tokenizer.json").write_text("{}")
             made[key] = directory
         return made[key]

@@ -27,11 +27,7 @@ FAMILIES = [("qwen2", True), ("qwen3", True), ("llama", False)]
 
 
 def load(model_dir: Path, *, dtype: torch.dtype = torch.float32) -> nn.Module:
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="sdpa").eval()
-    for name, param in model.named_parameters():
-        if name.endswith("bias"):  # a fresh model's are 0, and would not be missed
-            param.data.copy_(torch.linspace(-0.5, 0.5, len(param)))
-    return model
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="sdpa").eval()
 
 
 def adapted(model_dir: Path, config: LoraConfig = CONFIG, *, dtype: torch.dtype = torch.float32) -> nn.Module:
