@@ -62,6 +62,7 @@ def test_a_short_run_keeps_every_promise_of_its_directory(tmp_path: Path) -> Non
     assert "step    3/3" in printed
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(900)
 def test_synchronous_mode_is_on_policy_up_to_the_engine(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"

@@ -234,7 +234,10 @@ def combinations() -> Iterator[dict[str, Any]]:
         yield dict(zip(DISCRETE, values, strict=True)) | RANGES | {"max_tokens": 9}
 
 
-@pytest.mark.parametrize("variant", DISCRETE["variant"])
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(one, marks=() if one in ("clip", "gspo") else pytest.mark.ci) for one in DISCRETE["variant"]],
+)
 def test_every_combination_is_refused_for_a_reason_or_is_the_oracles(variant: str) -> None:
     num_checked = 0
     for number, options in enumerate(combinations()):

@@ -3,9 +3,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 README = Path(__file__).parents[1] / "README.md"
 
 
+@pytest.mark.ci
 def test_the_example_of_the_readme_takes_three_steps(tmp_path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
     done = subprocess.run(
