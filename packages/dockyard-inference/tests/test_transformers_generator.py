@@ -30,6 +30,12 @@ class TestTiedQwen2(GeneratorContract):
         model = make_model("qwen2", is_tied=True, intermediate_size=1024)
         yield from serve(_generator(model), model)
 
+    @pytest.mark.ci
+    def test_fifty_refits_under_load_lose_no_request_mix_no_versions_and_keep_no_memory(
+        self, harness: GeneratorHarness
+    ) -> None:
+        super().test_fifty_refits_under_load_lose_no_request_mix_no_versions_and_keep_no_memory(harness)
+
 
 class TestUntiedQwen3(GeneratorContract):
     @pytest.fixture(scope="class")
