@@ -7,8 +7,6 @@ the standard library.
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import hashlib
 import json
 import os
 import subprocess
@@ -18,6 +16,8 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
+
+from tools.kept_environment import interpreter_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOL = ROOT / "tools" / "trl_env.py"
@@ -156,23 +156,8 @@ def peer_python() -> Path | str:
 
     Returns why there is none otherwise, as text.
     """
-    named = os.environ.get(VARIABLE)
-    if named:
-        return Path(named) if os.access(named, os.X_OK) else f"{VARIABLE}={named} is no interpreter"
     versions = " ".join(f"{name}=={version(name)}" for name in SHARED)
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "dockyard"
-    venv = cache / f"trl-{hashlib.sha256(TOOL.read_bytes() + versions.encode()).hexdigest()[:12]}"
-    done = venv / "dockyard-complete"
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / "trl.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not done.is_file():
-            made = subprocess.run([sys.executable, TOOL, venv], capture_output=True, text=True, check=False)
-            if made.returncode != 0:
-                last = " | ".join((made.stdout + made.stderr).strip().splitlines()[-3:])
-                return f"no environment with TRL: {last}; or name one in {VARIABLE}"
-            done.touch()
-    return venv / "bin" / "python"
+    return interpreter_of("trl", TOOL, VARIABLE, TOOL.read_bytes() + versions.encode())
 
 
 def peer_version(python: Path) -> str:

@@ -6,17 +6,16 @@ python tests/sglang_environment.py VENV     write tests/sglang_schema.json from 
 from __future__ import annotations
 
 import ast
-import fcntl
 import functools
-import hashlib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tools.kept_environment import interpreter_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOL = ROOT / "tools" / "sglang_env.py"
@@ -57,27 +56,14 @@ def sglang_python() -> Path:
 @functools.cache
 def _find_or_make() -> Path | str:
     """The interpreter, or why there is none; tried once."""
-    named = os.environ.get(VARIABLE)
-    if named:
-        assert os.access(named, os.X_OK), f"{VARIABLE}={named} is no interpreter"
-        return Path(named)
     sources = sorted(
         path for path in (TOOL.parent / "sglang_cpu").rglob("*") if path.is_file() and path.suffix != ".pyc"
     )
     content = b"".join(path.read_bytes() for path in (TOOL, *sources))
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "dockyard"
-    venv = cache / f"sglang-{hashlib.sha256(content).hexdigest()[:12]}"
-    done = venv / "dockyard-complete"
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / "sglang.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not done.is_file():
-            made = subprocess.run([sys.executable, TOOL, venv], capture_output=True, text=True, check=False)
-            if made.returncode != 0:
-                last = " | ".join((made.stdout + made.stderr).strip().splitlines()[-3:])
-                return f"no environment with SGLang: {last}; or name one in {VARIABLE}"
-            done.touch()
-    return venv / "bin" / "python"
+    found = interpreter_of("sglang", TOOL, VARIABLE, content)
+    # Nothing is skipped for a mistake in the variable.
+    assert isinstance(found, Path) or not os.environ.get(VARIABLE), found
+    return found
 
 
 def package_folder(python: Path) -> Path:

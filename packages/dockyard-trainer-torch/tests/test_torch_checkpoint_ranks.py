@@ -102,7 +102,7 @@ def two_ranks_write(rank: int, directory: Path, model_dir: str) -> dict:
     after = step(policy, 3)
     writer.join()
     drawn = torch.rand(3).tolist()
-    policy.ranks.barrier()
+    distributed.barrier()
     policy.restore(directory / "two")
     report["is_same_random_state"] = torch.rand(3).tolist() == drawn
     report["is_same_step"] = step(policy, 3) == after
@@ -125,7 +125,7 @@ def four_ranks_read(rank: int, directory: Path, model_dir: str) -> dict:
     before = sorted(path.name for path in directory.iterdir())
     with files_no_larger_than(1000 if rank == 2 else None):
         report["full disk"] = caught(lambda: save(policy, directory / "four 2"))
-    policy.ranks.barrier()
+    distributed.barrier()
     report["is_clean"] = before == sorted(path.name for path in directory.iterdir())
     # Only one rank is given a folder without a checkpoint, and none restores.
     report["no checkpoint"] = caught(lambda: policy.restore(directory / ("hf 1" if rank == 1 else "two")))

@@ -1,10 +1,8 @@
 """LoRA: the base at step 0, independent gradients, exact merging, and shards that add up to one process."""
 
 import importlib.util
-import os
-import subprocess
 import sys
-from datetime import timedelta
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +14,10 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.append(str(Path(__file__).parents[3] / "tests"))  # also when a rank runs this file as a script
+
+from rank_processes import rank_main, run_ranks
 
 from dockyard_core.errors import ConfigError
 from dockyard_trainer_torch import LoraConfig, lora
@@ -244,28 +246,22 @@ def test_refusals_say_the_rule_the_value_and_the_way_out(tiny_model) -> None:
         lora.apply_lora(model, CONFIG, seed=0)  # a second time
 
 
-def rank_main(directory: str, model_dir: str, rank: int) -> None:
+def work(rank: int, world_size: int, directory: Path, args: Sequence[str]) -> None:
     """Meta device, shard, materialise, load, draw; then steps on this rank's half of each batch."""
-    torch.set_num_threads(1)
-    store = distributed.FileStore(f"{directory}/store", 2)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir)).eval()
-        lora.apply_lora(model, CONFIG, seed=3)
-        mesh = distributed.init_device_mesh("cpu", (2,))
-        for block in (*model.model.layers, model):
-            fully_shard(block, mesh=mesh)
-        model.to_empty(device="cpu")
-        source = load(Path(model_dir))
-        for name, buffer in source.named_buffers():  # rotary frequencies are in no checkpoint
-            model.get_buffer(name).copy_(buffer)
-        load_weights(model, Path(model_dir))
-        model.requires_grad_(True)  # what a careless loader leaves behind
-        lora.initialise_adapters(model, seed=3)
-        save_file(trained(model, rows=slice(2 * rank, 2 * rank + 2)), f"{directory}/rank{rank}.safetensors")
-    finally:
-        distributed.destroy_process_group()
+    model_dir = Path(args[0])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir)).eval()
+    lora.apply_lora(model, CONFIG, seed=3)
+    mesh = distributed.init_device_mesh("cpu", (world_size,))
+    for block in (*model.model.layers, model):
+        fully_shard(block, mesh=mesh)
+    model.to_empty(device="cpu")
+    for name, buffer in load(model_dir).named_buffers():  # rotary frequencies are in no checkpoint
+        model.get_buffer(name).copy_(buffer)
+    load_weights(model, model_dir)
+    model.requires_grad_(True)  # what a careless loader leaves behind
+    lora.initialise_adapters(model, seed=3)
+    save_file(trained(model, rows=slice(2 * rank, 2 * rank + 2)), directory / f"rank{rank}.safetensors")
 
 
 @pytest.mark.ci
@@ -273,16 +269,7 @@ def rank_main(directory: str, model_dir: str, rank: int) -> None:
 def test_two_ranks_from_the_meta_device_train_as_one(tiny_model, tmp_path, family, is_tied) -> None:
     model_dir = tiny_model(family, is_tied=is_tied)
     wanted = trained(adapted(model_dir))
-    command = [sys.executable, __file__, str(tmp_path), str(model_dir)]
-    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
-    try:
-        for process in ranks:
-            _, errors = process.communicate(timeout=150)
-            assert process.returncode == 0, errors
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+    run_ranks(__file__, 2, tmp_path, str(model_dir))
     for rank in (0, 1):
         got = load_file(tmp_path / f"rank{rank}.safetensors")
         assert got.keys() == wanted.keys()
@@ -291,6 +278,4 @@ def test_two_ranks_from_the_meta_device_train_as_one(tiny_model, tmp_path, famil
 
 
 if __name__ == "__main__":
-    rank_main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
-    # As in test_torch_ranks.py: the files are written, and torch's threads may abort the interpreter's end.
-    os._exit(0)
+    rank_main(work)

@@ -1,16 +1,18 @@
 """Ranks that share a vocabulary have the log-probabilities and gradients of one process: real processes over gloo."""
 
-import os
-import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed
+
+sys.path.append(str(Path(__file__).parents[3] / "tests"))  # also when a rank runs this file as a script
+
+from rank_processes import rank_main, run_ranks
 
 from dockyard_trainer_torch.logprobs import chunked_logprobs
 
@@ -70,40 +72,21 @@ def outcome(case: Case, rows: slice, **arguments) -> dict[str, torch.Tensor]:
     return values | {"grad_hidden": grad_MD, "grad_weight": grad_VD}
 
 
-def rank_main(directory: str, rank: int, num_ranks: int) -> None:
-    torch.set_num_threads(1)
-    store = distributed.FileStore(f"{directory}/store", num_ranks)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
-    try:
-        outcomes = {}
-        for case in CASES:
-            ends = [0, *accumulate(case.shards[num_ranks])]
-            rows = slice(ends[rank], ends[rank + 1])
-            outcomes[case.name] = outcome(case, rows, vocab_group=distributed.group.WORLD, vocab_offset=rows.start)
-        torch.save(outcomes, f"{directory}/rank{rank}.pt")
-    finally:
-        distributed.destroy_process_group()
+def work(rank: int, world_size: int, directory: Path, args: Sequence[str]) -> None:
+    outcomes = {}
+    for case in CASES:
+        ends = [0, *accumulate(case.shards[world_size])]
+        rows = slice(ends[rank], ends[rank + 1])
+        outcomes[case.name] = outcome(case, rows, vocab_group=distributed.group.WORLD, vocab_offset=rows.start)
+    torch.save(outcomes, directory / f"rank{rank}.pt")
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.ci)])
 def ranks_outcomes(request, tmp_path_factory) -> list[dict[str, dict[str, torch.Tensor]]]:
     """What each rank found, by case."""
     directory: Path = tmp_path_factory.mktemp("ranks")
-    numbers = range(request.param)
-    command = [sys.executable, __file__, str(directory)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(request.param)], stderr=subprocess.PIPE, text=True)
-        for rank in numbers
-    ]
-    try:
-        for process in ranks:
-            _, errors = process.communicate(timeout=150)
-            assert process.returncode == 0, errors
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    return [torch.load(directory / f"rank{rank}.pt") for rank in numbers]
+    run_ranks(__file__, request.param, directory)
+    return [torch.load(directory / f"rank{rank}.pt") for rank in range(request.param)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -126,6 +109,4 @@ def test_ranks_that_share_the_vocabulary_find_what_one_finds(ranks_outcomes, cas
 
 
 if __name__ == "__main__":
-    rank_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
-    # The results are written and the group is gone; torch's threads may abort the interpreter's own end.
-    os._exit(0)
+    rank_main(work)

@@ -173,13 +173,14 @@ class TorchPolicy:
     def _on_device(self, reference: TokenScorer) -> Iterator[None]:
         """Bring an offloaded reference to the device; sharded ones come block by block by themselves."""
         is_moved = self.config.reference_offload and self.ranks.data_size == 1
-        if is_moved:
-            reference.to(self.ranks.device)
+        held = {param: param.data for param in reference.parameters()} if is_moved else {}
         try:
+            for param, on_host in held.items():
+                param.data = on_host.to(self.ranks.device)
             yield
         finally:
-            if is_moved:
-                reference.to("cpu")
+            for param, on_host in held.items():  # frozen: what is on the host is still right
+                param.data = on_host
 
     def train_step(self, shard: BatchShard) -> StepMetrics:
         """All updates on this rank's share of a batch; version + 1 unless skipped.

@@ -117,10 +117,6 @@ class Ranks:
         if is_failed_anywhere:
             raise elsewhere
 
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        self.any(False)
-
 
 def _current(device: torch.device) -> torch.device:
     """The device with its index, made this thread's current one, which is what FSDP2 puts tensors on."""

@@ -21,7 +21,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -53,27 +53,28 @@ def take(policy: TorchPolicy, *, for_export: bool = True) -> TorchSnapshot | Sha
     return TorchSnapshot(state, exported, source=source, export_dtype=dtype, is_model=is_whole)
 
 
-class TorchSnapshot:
-    """Implements ``dockyard_core.policy.PolicySnapshot`` for one rank.
-
-    It shares no memory with the policy. Its methods are for one thread at a time.
-    """
+class _Snapshot:
+    """What both kinds hold. It shares no memory with the policy; its methods are for one thread at a time."""
 
     def __init__(
-        self,
-        state: State,
-        exported: ExportedWeights | None,
-        *,
-        source: ModelSource,
-        export_dtype: torch.dtype,
-        is_model: bool,
+        self, state: State, exported: ExportedWeights | None, *, source: ModelSource, export_dtype: torch.dtype
     ) -> None:
         self._state = state
         self._exported = exported
-        """None when the exported weights are those of the state."""
         self._source = source
         self._export_dtype = export_dtype
+
+    def _write_meta(self, path: Path) -> None:
+        path.write_text(json.dumps(self._state.meta, indent=2) + "\n")
+
+
+class TorchSnapshot(_Snapshot):
+    """Implements ``dockyard_core.policy.PolicySnapshot`` for one rank."""
+
+    def __init__(self, *held: Any, is_model: bool, **options: Any) -> None:
+        super().__init__(*held, **options)
         self._is_model = is_model
+        """Whether the state is all weights under their own names; then there is nothing else to export."""
         self._written: tuple[Path, os.stat_result] | None = None
         """Where the float32 weights are on disk, and what that file was when it was written."""
 
@@ -100,7 +101,7 @@ class TorchSnapshot:
         else:
             self._write_weights(aside / "model.safetensors")
         save_shards(self._state.optimizer, aside / "optimizer.safetensors", {"save": self._state.meta["save"]})
-        (aside / "trainer.json").write_text(json.dumps(self._state.meta, indent=2) + "\n")
+        self._write_meta(aside / "trainer.json")
 
     def _write_weights(self, path: Path) -> None:
         # Without the name of the save: equal weights are equal files, wherever they were exported.
@@ -128,26 +129,15 @@ class TorchSnapshot:
         return path if is_same else None
 
 
-class ShardedSnapshot:
+class ShardedSnapshot(_Snapshot):
     """Implements ``dockyard_core.policy.PolicySnapshot`` for one of several ranks.
 
     Each rank writes its own files and waits for no other, so that the ranks may write into one directory
     at the same time. The directory is complete when every rank has returned.
     """
 
-    def __init__(
-        self,
-        state: State,
-        exported: ExportedWeights | None,
-        *,
-        source: ModelSource,
-        export_dtype: torch.dtype,
-        rank: int,
-    ) -> None:
-        self._state = state
-        self._exported = exported
-        self._source = source
-        self._export_dtype = export_dtype
+    def __init__(self, *held: Any, rank: int, **options: Any) -> None:
+        super().__init__(*held, **options)
         self._rank = rank
 
     def write(self, directory: Path) -> None:
@@ -179,9 +169,6 @@ class ShardedSnapshot:
         _write_new_files(directory, files)
         if self._rank == 0:
             write_hf(self._source, directory, lambda path: exported.write_index(path.parent), self._export_dtype)
-
-    def _write_meta(self, path: Path) -> None:
-        path.write_text(json.dumps(self._state.meta, indent=2) + "\n")
 
 
 def _write_new_files(directory: Path, files: dict[str, Callable[[Path], None]]) -> None:
