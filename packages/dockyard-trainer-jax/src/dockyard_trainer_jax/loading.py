@@ -1,0 +1,177 @@
+"""Fills a model that holds no memory yet from safetensors: each process reads what its devices hold, and no more."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+
+from dockyard_core.errors import ConfigError
+from dockyard_trainer_jax.model import CausalLM, ComputeOptions, abstract_causal_lm
+from dockyard_trainer_jax.model_config import ModelConfig, read_config
+from dockyard_trainer_jax.names import Part, named_parameters, num_stacked, parts_of, shape_of
+from dockyard_trainer_jax.sharding import check_divides, sharding_of
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+Shapes = Mapping[str, tuple[int, ...]]
+Box = tuple[slice, ...]
+
+
+class WeightFiles:
+    """The tensors of a Hugging Face directory, by name; a file is mapped when its first tensor is read."""
+
+    def __init__(self, file_of: Mapping[str, Path], stack: ExitStack) -> None:
+        self.names = frozenset(file_of)
+        self._file_of = file_of
+        self._stack = stack
+        self._open: dict[Path, Any] = {}
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        """A block of a tensor, in the dtype of the file."""
+        block: np.ndarray = self._slice(name)[box or ...]
+        return block
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Dtype of a tensor as safetensors writes it, without reading it."""
+        return str(self._slice(name).get_dtype())
+
+    def _slice(self, name: str) -> Any:
+        path = self._file_of[name]
+        if path not in self._open:
+            self._open[path] = self._stack.enter_context(_opened(path))
+        try:
+            return self._open[path].get_slice(name)
+        except SafetensorError as error:  # the index promises a tensor that its file lacks
+            raise _unreadable(path, error) from error
+
+
+@contextmanager
+def weight_files(model_dir: Path) -> Iterator[WeightFiles]:
+    """Open a directory with model.safetensors, or with shards and their index.
+
+    Raises ConfigError when there are none, or one is missing or damaged.
+    """
+    if (model_dir / _INDEX).is_file():
+        try:
+            listed: Mapping[str, str] = json.loads((model_dir / _INDEX).read_text())["weight_map"]
+        except (OSError, ValueError, KeyError) as error:
+            raise _unreadable(model_dir / _INDEX, error) from error
+        file_of = {name: model_dir / file for name, file in listed.items()}
+    else:
+        with _opened(model_dir / _SINGLE) as file:
+            file_of = dict.fromkeys(file.keys(), model_dir / _SINGLE)
+    with ExitStack() as stack:
+        yield WeightFiles(file_of, stack)
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, "np")
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"policy.model has no readable *.safetensors, got {str(path)!r} ({error}); save it with save_pretrained"
+    )
+
+
+def load_causal_lm(model_dir: Path, options: ComputeOptions | None = None) -> CausalLM:
+    """The model of a directory, over the mesh of ``options``; no device ever holds more than its part.
+
+    Raises ConfigError for another family or other tensors than config.json says, and for sizes that do not divide.
+    """
+    config, options = read_config(model_dir), options or ComputeOptions()
+    if options.mesh is not None:
+        check_divides(config, fsdp=options.mesh.shape["fsdp"], tp=options.mesh.shape["tp"])
+    model = abstract_causal_lm(config, options)
+    load_weights(model, model_dir)
+    return model
+
+
+def load_weights(model: CausalLM, model_dir: Path) -> None:
+    """Give every parameter of an abstract model its values, float32, where the sharding table puts them.
+
+    Raises ConfigError when the files hold other names, shapes or kinds of numbers than the model.
+    """
+    mesh = model.options.mesh
+    state = nnx.state(model, nnx.Param)
+    params = named_parameters(state)
+    shapes = {name: tuple(param.shape) for name, param in params.items()}
+    with weight_files(model_dir) as files:
+        _check_same(shapes, files, model.config, model_dir)
+        for name, param in params.items():
+            param.set_value(_load_one(name, shapes[name], sharding_of(name, mesh), files))
+    nnx.update(model, state)
+
+
+def _load_one(name: str, shape: tuple[int, ...], sharding: jax.sharding.Sharding, files: WeightFiles) -> jax.Array:
+    part_at = {part.indices: part for part in parts_of(name, shape)}
+    num_leading = num_stacked(name)
+    read: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}  # devices may hold copies of one block
+
+    def block(index: Box | None) -> np.ndarray:
+        ranges = tuple(one.indices(size) for one, size in zip(index or (), shape, strict=True))
+        if ranges not in read:
+            read[ranges] = _read_block(ranges, num_leading, part_at, files)
+        return read[ranges]
+
+    return jax.make_array_from_callback(shape, sharding, block, dtype=np.float32)
+
+
+def _read_block(
+    ranges: tuple[tuple[int, int, int], ...],
+    num_leading: int,
+    part_at: Mapping[tuple[int, ...], Part],
+    files: WeightFiles,
+) -> np.ndarray:
+    leading, trailing = ranges[:num_leading], ranges[num_leading:]
+    box = tuple(slice(start, stop) for start, stop, _ in trailing)
+    values = np.empty([stop - start for start, stop, _ in ranges], np.float32)
+    for indices in itertools.product(*(range(start, stop) for start, stop, _ in leading)):
+        target = tuple(number - start for number, (start, _, _) in zip(indices, leading, strict=True))
+        values[target] = files.read(part_at[indices].name, box)
+    return values
+
+
+def _check_same(shapes: Shapes, files: WeightFiles, config: ModelConfig, model_dir: Path) -> None:
+    parts = {part.name: (part, shape) for name, shape in shapes.items() for part in parts_of(name, shape)}
+    # A tied output embedding may be in the file too; it is the input embedding once more.
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    unknown = {name for name in files.names - parts.keys() - tied if not name.endswith("rotary_emb.inv_freq")}
+    wrong = {*(parts.keys() - files.names), *unknown, *_misshapen(parts, files)}
+    if wrong:
+        first = min(wrong)
+        held = files.shape(first) if first in files.names else "none"
+        wanted = shape_of(*parts[first]) if first in parts else "none"
+        raise ConfigError(
+            f"policy.model must hold the tensors its config.json describes, got {len(wrong)} differences in "
+            f"{str(model_dir)!r}, first {first} (file: {held}, config: {wanted}); save it again with save_pretrained"
+        )
+    for name in sorted(parts):
+        if (dtype := files.dtype(name)) not in ("F32", "F16", "BF16"):
+            raise ConfigError(
+                f"policy.model must hold F32, F16 or BF16 tensors, got {dtype} for {name} in {str(model_dir)!r}; "
+                "save it again in one of them"
+            )
+
+
+def _misshapen(parts: Mapping[str, tuple[Part, tuple[int, ...]]], files: WeightFiles) -> Iterator[str]:
+    for name, (part, shape) in parts.items():
+        if name in files.names and files.shape(name) != shape_of(part, shape):
+            yield name

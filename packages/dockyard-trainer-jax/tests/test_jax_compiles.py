@@ -1,0 +1,170 @@
+"""What is compiled, how often, and what it is padded to."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+
+from dockyard_core.batch import BatchShard, TrainSequence, pack_batch
+from dockyard_core.loss_config import LossConfig
+from dockyard_trainer_jax import JaxPolicy, JaxPolicyConfig
+from dockyard_trainer_jax.layout import bucket, lay_out, row_length_bucket
+
+
+def make_shard(seed: int, *, longest: int = 60, count: int = 12, budget: int = 240, **kwargs) -> BatchShard:
+    rng = np.random.default_rng(seed)
+    sequences = []
+    for _ in range(count):
+        num_tokens = int(rng.integers(8, longest + 1))
+        mask = np.arange(num_tokens) >= num_tokens // 2
+        sequences.append(
+            TrainSequence(
+                token_ids_T=rng.integers(0, 64, num_tokens),
+                loss_mask_T=mask,
+                sampled_logprobs_T=np.where(mask, -4.0, 0.0).astype(np.float32),
+                advantage=float(rng.normal()),
+            )
+        )
+    return pack_batch(sequences, micro_batch_tokens=budget, **kwargs)[0]
+
+
+class Compilations:
+    """Counts what XLA compiles in this process."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, name: str, duration: float, **_: object) -> None:
+        self.count += name == "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture(scope="module")
+def compilations() -> Compilations:
+    return Compilations()
+
+
+def test_a_run_compiles_few_programs_however_its_batches_differ(tiny_model, compilations) -> None:
+    # A model of its own, so that no other test has compiled for it.
+    directory = tiny_model(intermediate_size=40)
+    policy = JaxPolicy.from_pretrained(directory, JaxPolicyConfig(learning_rate=1e-3, warmup_steps=9))
+    given = set()
+    for seed in range(12):
+        shard = make_shard(seed, temperature=1.0 - seed / 50)
+        given |= {(*part.shape, int(part.loss_mask_BL.sum())) for part in shard.micro_batches}
+        metrics = policy.train_step(shard)
+    assert len(given) > 2 * len(policy.shapes), "batches that are alike would prove nothing"
+    # The gradient for each shape, the update, and gradients of 0.
+    assert metrics.extra["num_compiled_shapes"] == len(policy.shapes) <= 8
+    assert policy.num_compiled == len(policy.shapes) + 2
+    assert policy.compile_s > 0
+    before = compilations.count
+    for seed in range(12):
+        policy.train_step(make_shard(seed))
+    assert compilations.count == before, "something was compiled that is not counted"
+    twin = JaxPolicy.from_pretrained(directory, JaxPolicyConfig(learning_rate=1e-2))
+    twin.train_step(make_shard(0))
+    assert twin.num_compiled == 0, "equal programs are those of the process"
+
+
+def test_other_mathematics_is_another_program(tiny_model) -> None:
+    directory = tiny_model(intermediate_size=44)
+    shard = make_shard(0, count=2)
+    counts = []
+    for loss in (LossConfig(), LossConfig(clip_high=0.3), LossConfig()):
+        policy = JaxPolicy.from_pretrained(directory, JaxPolicyConfig(loss=loss))
+        policy.train_step(shard)
+        counts.append(policy.num_compiled)
+    assert counts == [2 + len(policy.shapes), len(policy.shapes), 0]
+
+
+def test_an_update_takes_the_memory_of_the_weights_before_it(tiny_model) -> None:
+    policy = JaxPolicy.from_pretrained(tiny_model(), JaxPolicyConfig())
+    given = [*policy.params.values(), *policy.state.exp_avg.values(), *policy.state.exp_avg_sq.values()]
+    policy.train_step(make_shard(0))
+    assert all(array.is_deleted() for array in given)
+
+
+def test_buckets_grow_by_a_half_at_most() -> None:
+    assert [bucket(size) for size in (1, 2, 3, 4, 5, 7, 9, 13, 97, 129, 193)] == [
+        1,
+        2,
+        3,
+        4,
+        6,
+        8,
+        12,
+        16,
+        128,
+        192,
+        256,
+    ]
+    for size in range(1, 3000):
+        assert size <= bucket(size) <= max(1.5 * size, 1)
+        assert bucket(bucket(size)) == bucket(size)
+    assert [row_length_bucket(length, None) for length in (1, 16, 17)] == [16, 16, 24]
+    assert [row_length_bucket(length, (10, 50)) for length in (1, 10, 11, 50, 51)] == [10, 10, 50, 50, 64]
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 4])
+def test_a_layout_holds_every_trained_token_once_in_the_block_of_its_row(num_blocks) -> None:
+    shard = make_shard(3, budget=400, row_length=70)
+    for mb in shard.micro_batches:
+        laid_out = lay_out(mb, num_blocks=num_blocks)
+        batch = laid_out.batch
+        num_rows, length, blocks, num_slots, *_ = batch.shape
+        assert (blocks, num_rows % num_blocks) == (num_blocks, 0)
+        assert num_slots <= num_rows * length // num_blocks
+        assert sorted(laid_out.origin_FM[batch.mask_FM]) == np.flatnonzero(mb.loss_mask_BL).tolist()
+        held_FN = batch.token_ids_BL.reshape(num_blocks, -1)
+        for block in range(num_blocks):
+            mask_M, predictors_M = batch.mask_FM[block], batch.predictors_FM[block]
+            assert len(set(predictors_M.tolist())) == num_slots, "a position twice would need a sum"
+            # The token that is predicted comes after the predictor, in the same sequence.
+            np.testing.assert_array_equal(held_FN[block][predictors_M[mask_M] + 1], batch.target_ids_FM[block][mask_M])
+            segments_N = batch.segment_ids_BL.reshape(num_blocks, -1)[block]
+            np.testing.assert_array_equal(segments_N[predictors_M[mask_M]], segments_N[predictors_M[mask_M] + 1])
+        again_BL = laid_out.unpadded(batch.advantages_FM, mb.shape)
+        np.testing.assert_array_equal(again_BL, np.where(mb.loss_mask_BL, mb.advantages_BL, 0))
+
+
+def test_padding_holds_no_token_of_the_batch(tiny_model) -> None:
+    (mb,) = make_shard(0, count=3, row_length=70).micro_batches
+    dirty = dataclasses.replace(mb, token_ids_BL=np.where(mb.sequence_ids_BL < 0, 63, mb.token_ids_BL))
+    batch = lay_out(dirty).batch
+    assert (batch.token_ids_BL[batch.segment_ids_BL < 0] == 0).all()
+
+
+KEPT = """
+    import sys
+    import jax
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    counted = {}
+    jax.monitoring.register_event_listener(lambda name, **_: counted.update({name: counted.get(name, 0) + 1}))
+    from dockyard_trainer_jax import JaxPolicy, JaxPolicyConfig
+    from dockyard_core.batch import pack_batch
+    directory, cache = sys.argv[1], sys.argv[2] or None
+    policy = JaxPolicy.from_pretrained(directory, JaxPolicyConfig(compilation_cache_dir=cache))
+    policy.train_step(pack_batch([])[0])
+    print(counted.get("/jax/compilation_cache/cache_hits", 0))
+"""
+
+
+def test_programs_are_kept_for_the_next_process_where_the_user_says(tiny_model, tmp_path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+
+    def hits(cache: str) -> int:
+        command = [sys.executable, "-c", textwrap.dedent(KEPT), str(tiny_model()), cache]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
+
+    assert hits(str(tmp_path / "kept")) == 0
+    assert any((tmp_path / "kept").iterdir())
+    assert hits(str(tmp_path / "kept")) >= 2, "the update, and gradients of 0"
+    assert hits("") == 0
