@@ -163,6 +163,35 @@ def test_a_mixture_of_experts_trains_streams_each_expert_and_exports(moe_model, 
         assert torch.equal(served.get_parameter(name), param), name
 
 
+def test_a_checkpoint_knows_experts_one_by_one_and_those_of_the_second_format_are_read(moe_model, tmp_path) -> None:
+    policy = TorchPolicy.from_pretrained(moe_model, TorchPolicyConfig(learning_rate=1e-2))
+    policy.train_step(make_shard())
+    policy.save(tmp_path / "third")
+    served = AutoModelForCausalLM.from_pretrained(tmp_path / "third", dtype=torch.float32)
+    for name, param in policy.causal_lm.named_parameters():
+        assert torch.equal(served.get_parameter(name), param), name
+    meta = json.loads((tmp_path / "third" / "trainer.json").read_text())
+    moments = load_file(tmp_path / "third" / "optimizer.safetensors")
+    assert "exp_avg.model.layers.1.mlp.experts.3.up_proj.weight" in moments
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second" / "trainer.json").write_text(json.dumps(meta | {"format": 2}))
+    fused = dict(policy.causal_lm.named_parameters())
+    save_file({name: param.detach() for name, param in fused.items()}, tmp_path / "second" / "model.safetensors")
+    held = {
+        f"{moment}.{name}": policy.optimizer.state[param][moment]
+        for moment in ("exp_avg", "exp_avg_sq")
+        for name, param in fused.items()
+    }
+    save_file(held | {"rng.0": moments["rng.0"]}, tmp_path / "second" / "optimizer.safetensors", {"save": meta["save"]})
+    policy.train_step(make_shard(1))
+    for name in ("third", "second"):
+        restored = TorchPolicy.from_pretrained(moe_model, TorchPolicyConfig(learning_rate=1e-2))
+        restored.restore(tmp_path / name)
+        assert torch.equal(torch.get_rng_state(), moments["rng.0"])
+        restored.train_step(make_shard(1))
+        assert_equal_weights(policy, restored)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -17,9 +17,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dockyard_core.batch import TrainSequence, pack_batch
+from dockyard_core.checkpoint_format import file_name
 from dockyard_core.errors import UserError
+from dockyard_core.regions import Region
 from dockyard_trainer_torch import TorchPolicy, TorchPolicyConfig
-from dockyard_trainer_torch.sharded_files import Region, ShardFiles, TensorShard, file_name, save_shards
+from dockyard_trainer_torch.sharded_files import ShardFiles, TensorShard, save_shards
 from dockyard_trainer_torch.snapshot import ShardedSnapshot
 
 
@@ -210,8 +212,8 @@ def test_any_region_is_read_from_any_cut(tmp_path_factory, cut) -> None:
         part = tensor[tuple(slice(low, high) for low, high in block)].contiguous()
         save_shards({"t": TensorShard(held, part)}, path, {})
     with ShardFiles(paths) as opened:
-        assert opened.shapes == {"t": shape}
-        assert opened.incomplete == []
+        assert opened.blocks.shapes == {"t": shape}
+        assert opened.blocks.incomplete == []
         wanted = tensor[region.slices_in(Region((0,) * len(shape), shape))]
         assert torch.equal(opened.read("t", region), wanted)
 

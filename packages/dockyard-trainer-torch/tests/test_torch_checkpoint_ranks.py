@@ -21,20 +21,14 @@ sys.path.append(str(Path(__file__).parents[3] / "tests"))  # also when a rank ru
 from rank_processes import rank_main, run_ranks
 
 from dockyard_core.batch import TrainSequence, pack_batch
+from dockyard_core.checkpoint_format import file_name
 from dockyard_core.errors import UserError
+from dockyard_core.model_files import deal
+from dockyard_core.regions import Region
 from dockyard_trainer_torch import TorchPolicy, TorchPolicyConfig
 from dockyard_trainer_torch.checkpoint import save
-from dockyard_trainer_torch.exported import deal
 from dockyard_trainer_torch.ranks import whole
-from dockyard_trainer_torch.sharded_files import (
-    Region,
-    ShardFiles,
-    TensorShard,
-    file_name,
-    is_first_copy,
-    region_of,
-    save_shards,
-)
+from dockyard_trainer_torch.sharded_files import ShardFiles, TensorShard, is_first_copy, region_of, save_shards
 from dockyard_trainer_torch.weights import weight_manifest
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -325,8 +319,8 @@ def test_blocks_of_strided_and_uneven_shards_are_put_together_on_any_mesh(tmp_pa
     wanted = {name: param.detach() for name, param in small_model().named_parameters()}
     assert is_equal(read_by_torch(tmp_path, wanted), wanted)
     with ShardFiles(sorted(tmp_path.glob("*.safetensors"))) as files:
-        assert files.shapes == {name: tuple(tensor.shape) for name, tensor in wanted.items()} | {"whole": (5,)}
-        assert files.incomplete == []
+        assert files.blocks.shapes == {name: tuple(tensor.shape) for name, tensor in wanted.items()} | {"whole": (5,)}
+        assert files.blocks.incomplete == []
         for name, tensor in wanted.items():
             assert torch.equal(files.read(name, Region((0,) * tensor.ndim, tuple(tensor.shape))), tensor)
 

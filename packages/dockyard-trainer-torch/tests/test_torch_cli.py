@@ -7,15 +7,23 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from offline_runs import (
+    DEADLINE_S,
+    arguments_of,
+    has_saved,
+    has_taken,
+    make_rows,
+    read_metrics,
+    sft_rows,
+    started,
+    wait_for,
+    write_rows,
+)
 from transformers import AutoModelForCausalLM
 
 from dockyard_core.advantage import group_advantages
@@ -24,27 +32,8 @@ from dockyard_core.loss_config import LossConfig
 from dockyard_trainer_torch import TorchPolicy, TorchPolicyConfig
 from dockyard_trainer_torch.cli import main
 
-DEADLINE_S = 150
 RESULT = "hf/model.safetensors"
 COMMAND = [sys.executable, "-m", "dockyard_trainer_torch"]
-
-
-def make_rows(*, num_groups: int, group_size: int = 4, seed: int = 0) -> list[dict[str, Any]]:
-    rng = np.random.default_rng(seed)
-    rows = []
-    for group in range(num_groups):
-        prompt = rng.integers(2, 64, 4).tolist()
-        for member in range(group_size):
-            completion = rng.integers(2, 64, int(rng.integers(2, 9))).tolist()
-            logprobs = (-4 + rng.normal(0, 0.3, len(completion))).round(3).tolist()
-            row = {"token_ids": prompt + completion, "prompt_length": 4, "logprobs": logprobs}
-            rows.append(row | {"reward": float(member == 0), "group": f"task-{group}"})
-    return rows
-
-
-def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture
@@ -54,48 +43,12 @@ def grpo_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sft_file(tmp_path: Path) -> Path:
-    rows = make_rows(num_groups=6)
-    return write_rows(tmp_path / "sft.jsonl", [{k: row[k] for k in ("token_ids", "prompt_length")} for row in rows])
-
-
-def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """Without what depends on the clock."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "tokens_per_s"} for line in lines]
+    return write_rows(tmp_path / "sft.jsonl", sft_rows(make_rows(num_groups=6)))
 
 
 def run_here(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
     code = main([str(argument) for argument in arguments])
     return code, capsys.readouterr().err
-
-
-def arguments_of(command: str, model: Path, data: Path, out: Path, *more: object) -> list[str]:
-    return [command, "--model", str(model), "--data", str(data), "--out", str(out), *map(str, more)]
-
-
-@contextmanager
-def started(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with log.open("wb") as file:
-        process = subprocess.Popen([*COMMAND, *arguments], stderr=file, env=environment)
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait()
-
-
-def wait_for(is_true: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_true():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.01)
-
-
-def has_saved(out: Path, step: int) -> bool:
-    saved = [int(path.name.removeprefix("step-")) for path in (out / "checkpoints").glob("step-*")]
-    return max(saved, default=0) >= step
 
 
 def test_grpo_takes_the_steps_of_train_step_called_by_hand(tiny_model, tmp_path, grpo_file, capsys) -> None:
@@ -161,7 +114,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, tmp_path, g
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert run_here(capsys, *arguments_of("grpo", tiny_model(), grpo_file, whole, *more))[0] == 0
     arguments = arguments_of("grpo", tiny_model(), grpo_file, cut, *more)
-    with started(arguments, tmp_path / "log") as process:
+    with started([*COMMAND, *arguments], tmp_path / "log") as process:
         wait_for(lambda: has_saved(cut, 8), process, tmp_path / "log")
         process.send_signal(signal.SIGKILL)
         process.wait(DEADLINE_S)
@@ -189,8 +142,8 @@ def test_a_signal_ends_the_step_saves_it_and_says_how_to_go_on(
 ) -> None:
     out, log = tmp_path / "out", tmp_path / "log"
     arguments = arguments_of("grpo", tiny_model(), grpo_file, out, "--batch-size", 4, "--steps", 2000)
-    with started(arguments, log) as process:
-        wait_for(lambda: (out / "metrics.jsonl").exists() and len(read_metrics(out)) >= 3, process, log)
+    with started([*COMMAND, *arguments], log) as process:
+        wait_for(lambda: has_taken(out, 3), process, log)
         process.send_signal(number)
         assert process.wait(DEADLINE_S) == code
     taken = len(read_metrics(out))

@@ -9,16 +9,15 @@ N = distinct sequences, S = suffix length, U = distinct trained tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dockyard_core.batch import MicroBatch
+from dockyard_core.prefixes import SharedPrefixes
 
 _WORTHWHILE = 0.8
 """Prefixes are shared when that leaves at most this part of the packed positions."""
@@ -145,53 +144,23 @@ def _position_ids(micro_batch: MicroBatch) -> np.ndarray:
     return micro_batch.position_ids_BL
 
 
-class _Sequence(NamedTuple):
-    prefix: np.ndarray
-    suffix: np.ndarray  # from the first trained token on
-    trained: np.ndarray  # offsets into suffix, the first is 0
-
-
-def _sequences(micro_batch: MicroBatch) -> Iterator[_Sequence]:
-    """Sequences with trained tokens, in the order of the rows of [B, L]."""
-    ids, mask = micro_batch.token_ids_BL.reshape(-1).astype(np.int64), micro_batch.loss_mask_BL.reshape(-1)
-    sequence_ids = micro_batch.sequence_ids_BL.reshape(-1)
-    edges = np.flatnonzero(np.diff(sequence_ids, prepend=-1, append=-1))
-    for start, stop in pairwise(edges):
-        trained = np.flatnonzero(mask[start:stop])
-        if sequence_ids[start] >= 0 and len(trained):
-            first = start + trained[0]
-            yield _Sequence(ids[start:first], ids[first:stop], trained - trained[0])
-
-
 def _prefix_layout(micro_batch: MicroBatch, device: str) -> PrefixLayout | None:
     """The layout with shared prefixes, or None when sharing would save too little."""
-    prefixes: dict[bytes, int] = {}
-    rows: dict[tuple[int, bytes, bytes], int] = {}
-    distinct: list[_Sequence] = []
-    row_of: list[int] = []
-    for sequence in _sequences(micro_batch):
-        prefix = prefixes.setdefault(sequence.prefix.tobytes(), len(prefixes))
-        key = (prefix, sequence.suffix.tobytes(), sequence.trained.tobytes())
-        if key not in rows:
-            rows[key] = len(distinct)
-            distinct.append(sequence)
-        row_of.append(rows[key])
-    if not distinct:
+    shared = SharedPrefixes.of(micro_batch)
+    if not shared.suffixes:
         return None
-    prefix_of_N = np.array([prefix for prefix, _, _ in rows])
-    prefix_ids_PL, prefix_lengths_P = _padded([np.frombuffer(key, np.int64) for key in prefixes])
-    suffix_ids_NS, _ = _padded([sequence.suffix[:-1] for sequence in distinct])
+    prefix_ids_PL, prefix_lengths_P = _padded(shared.prefixes)
+    suffix_ids_NS, _ = _padded([suffix.token_ids[:-1] for suffix in shared.suffixes])
     if prefix_ids_PL.size + suffix_ids_NS.size > _WORTHWHILE * micro_batch.num_positions:
         return None
     # The first trained token is predicted by the prefix's end, offset k > 0 by suffix position k - 1.
+    prefix_of_N = shared.prefix_of_N
     first_predictors_N = prefix_of_N * prefix_ids_PL.shape[1] + prefix_lengths_P[prefix_of_N] - 1
-    suffix_starts_N = prefix_ids_PL.size + np.arange(len(distinct)) * suffix_ids_NS.shape[1]
+    suffix_starts_N = prefix_ids_PL.size + np.arange(len(shared.suffixes)) * suffix_ids_NS.shape[1]
     predictors = [
-        np.where(sequence.trained == 0, first_predictors_N[row], suffix_starts_N[row] + sequence.trained - 1)
-        for row, sequence in enumerate(distinct)
+        np.where(suffix.trained == 0, first_predictors_N[row], suffix_starts_N[row] + suffix.trained - 1)
+        for row, suffix in enumerate(shared.suffixes)
     ]
-    starts_N = np.cumsum([0, *(len(part) for part in predictors)])
-    distinct_M = np.concatenate([np.arange(starts_N[row], starts_N[row + 1]) for row in row_of])
 
     def tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -202,8 +171,8 @@ def _prefix_layout(micro_batch: MicroBatch, device: str) -> PrefixLayout | None:
         suffix_ids_NS=tensor(suffix_ids_NS),
         prefix_of_N=tensor(prefix_of_N),
         predictors_U=tensor(np.concatenate(predictors)),
-        target_ids_U=tensor(np.concatenate([sequence.suffix[sequence.trained] for sequence in distinct])),
-        distinct_M=tensor(distinct_M),
+        target_ids_U=tensor(np.concatenate([suffix.token_ids[suffix.trained] for suffix in shared.suffixes])),
+        distinct_M=tensor(shared.distinct_tokens),
     )
 
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from dockyard_core.errors import ConfigError
+from dockyard_core.regions import Region
 from dockyard_trainer_torch.lora import is_adapter
 from dockyard_trainer_torch.names import Part, parts_of, shape_of
 from dockyard_trainer_torch.ranks import local
-from dockyard_trainer_torch.sharded_files import Region, region_of
+from dockyard_trainer_torch.sharded_files import region_of
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dockyard_core.errors import ConfigError
+from dockyard_core.regions import Region
 from dockyard_trainer_torch.ranks import local, whole
-from dockyard_trainer_torch.sharded_files import Region, region_of
+from dockyard_trainer_torch.sharded_files import region_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -156,5 +157,5 @@ def merged_weight(layer: LoraLinear) -> Tensor:
 
 def _copy_part(target: Tensor, source: Tensor) -> None:
     """Copy a whole tensor that every rank holds into a possibly sharded one, without communication."""
-    everything = Region((0,) * source.ndim, tuple(source.shape))
+    everything = Region.whole(tuple(source.shape))
     local(target).copy_(source[region_of(target).slices_in(everything)])

@@ -1,33 +1,23 @@
 """The state of a policy at one moment, held in host memory, and the directories it is written to.
 
-<directory>/                                         of `TorchSnapshot.write`: one rank
-  config.json, model.safetensors, tokenizer files    a Hugging Face model, weights in float32
-  optimizer.safetensors                              moments, by weight name; the RNG state
-  trainer.json                                       format, version, updates, counters
-
-<directory>/                                         of `ShardedSnapshot.write`: W ranks, each its own files
-  model-0000r-of-0000W.safetensors                   the blocks of the weights that rank r holds
-  optimizer-0000r-of-0000W.safetensors               their moments; the RNG state of the rank
-  trainer.json                                       from rank 0: the same, and which save the files belong to
-
-With frozen parameters (a base under adapters) or fused ones (experts), the files of one rank hold what is
-trained, under its own names, and are no Hugging Face model; `export` writes one.
+Their layout is that of ``dockyard_core.checkpoint_format``. With frozen parameters (a base under adapters) the files of
+one rank hold what is trained, and are no Hugging Face model; `export` writes one.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dockyard_trainer_torch.disk import link_or_copy, save_tensors, write_aside, write_file
+from dockyard_core.checkpoint_format import file_name
+from dockyard_core.directories import WrittenFile, link_or_copy, write_aside, write_new_files
+from dockyard_trainer_torch.disk import save_tensors
 from dockyard_trainer_torch.exported import ExportedWeights, copy_exported
-from dockyard_trainer_torch.sharded_files import file_name, save_shards
+from dockyard_trainer_torch.sharded_files import save_shards
 from dockyard_trainer_torch.state import State, copy_state
 from dockyard_trainer_torch.weights import ModelSource, weight_manifest, write_hf
 
@@ -75,8 +65,8 @@ class TorchSnapshot(_Snapshot):
         super().__init__(*held, **options)
         self._is_model = is_model
         """Whether the state is all weights under their own names; then there is nothing else to export."""
-        self._written: tuple[Path, os.stat_result] | None = None
-        """Where the float32 weights are on disk, and what that file was when it was written."""
+        self._written: WrittenFile | None = None
+        """Where the float32 weights are on disk."""
 
     def write(self, directory: Path) -> None:
         """Write aside, fsync, rename; an existing directory is replaced.
@@ -84,8 +74,7 @@ class TorchSnapshot(_Snapshot):
         Raises OSError when the disk does not take it; ``directory`` is then as it was.
         """
         write_aside(directory, self._write_files)
-        weights = directory / "model.safetensors"
-        self._written = weights, weights.stat()
+        self._written = WrittenFile.of(directory / "model.safetensors")
 
     def export(self, directory: Path) -> None:
         """Write a Hugging Face model in the policy's dtype, aside like `write`. Raises OSError.
@@ -121,12 +110,7 @@ class TorchSnapshot(_Snapshot):
         """The file that holds the bytes to export; None when there is none, or it is another one by now."""
         if self._export_dtype is not torch.float32 or self._exported is not None or self._written is None:
             return None
-        path, written = self._written
-        try:
-            is_same = _identity(path.stat()) == _identity(written)
-        except FileNotFoundError:
-            return None
-        return path if is_same else None
+        return self._written.path if self._written.is_there else None
 
 
 class ShardedSnapshot(_Snapshot):
@@ -154,7 +138,7 @@ class ShardedSnapshot(_Snapshot):
         }
         if self._rank == 0:
             files["trainer.json"] = self._write_meta
-        _write_new_files(directory, files)
+        write_new_files(directory, files, unless="model.safetensors")
 
     def export(self, directory: Path) -> None:
         """Write this rank's file of a sharded Hugging Face model in the policy's dtype; rank 0 the rest.
@@ -166,31 +150,6 @@ class ShardedSnapshot(_Snapshot):
         files: dict[str, Callable[[Path], None]] = {}
         if exported.file is not None:
             files[exported.file] = lambda path: save_tensors(exported.tensors, path)
-        _write_new_files(directory, files)
+        write_new_files(directory, files, unless="model.safetensors")
         if self._rank == 0:
-            write_hf(self._source, directory, lambda path: exported.write_index(path.parent), self._export_dtype)
-
-
-def _write_new_files(directory: Path, files: dict[str, Callable[[Path], None]]) -> None:
-    """Write the files, or none of them."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name in (*files, "model.safetensors"):  # the last is of a checkpoint of one rank
-        if (directory / name).exists():
-            raise FileExistsError(
-                errno.EEXIST,
-                "several ranks write into a directory that holds no checkpoint or model yet; give another one",
-                str(directory / name),
-            )
-    written: list[Path] = []
-    try:
-        for name, write in files.items():
-            write_file(directory / name, write)
-            written.append(directory / name)
-    except OSError:
-        for path in written:
-            path.unlink(missing_ok=True)
-        raise
-
-
-def _identity(stat: os.stat_result) -> tuple[int, ...]:
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+            write_hf(self._source, directory, lambda path: exported.dealt.write_index(path.parent), self._export_dtype)

@@ -13,23 +13,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dockyard_core.checkpoint_format import FORMAT, MOMENTS
+from dockyard_trainer_torch.names import Naming, parts_of, pieces_of, shape_of
 from dockyard_trainer_torch.ranks import Ranks, local
 from dockyard_trainer_torch.sharded_files import ShardFiles, TensorShard, is_first_copy, region_of
 
 if TYPE_CHECKING:
     from dockyard_trainer_torch.policy import TorchPolicy
 
-FORMAT = 2
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 class State(NamedTuple):
     """A policy's state on this rank, in host memory."""
 
     weights: Mapping[str, TensorShard]
-    """Float32, by parameter name. A block that several ranks hold is with the first of them only."""
+    """Float32, by Hugging Face name. A block that several ranks hold is with the first of them only."""
     optimizer: Mapping[str, TensorShard]
-    """``<moment>.<parameter>`` in float32, and the random state of this rank."""
+    """``<moment>.<name>`` in float32, and the random state of this rank."""
     meta: Mapping[str, Any]
     """trainer.json."""
 
@@ -39,22 +38,32 @@ def trained(policy: TorchPolicy) -> dict[str, nn.Parameter]:
     return {name: param for name, param in policy.causal_lm.named_parameters() if param.requires_grad}
 
 
-def frozen_shapes(policy: TorchPolicy) -> dict[str, list[int]]:
-    """Whole shapes of parameters that no step changes."""
-    params = policy.causal_lm.named_parameters()
-    return {name: list(param.shape) for name, param in params if not param.requires_grad}
+def frozen(policy: TorchPolicy) -> dict[str, nn.Parameter]:
+    """Parameters that no step changes."""
+    return {name: param for name, param in policy.causal_lm.named_parameters() if not param.requires_grad}
+
+
+def whole_shapes(params: Mapping[str, nn.Parameter], naming: Naming = parts_of) -> dict[str, tuple[int, ...]]:
+    """Whole shapes of what parameters hold, under the names of a checkpoint."""
+    return {
+        part.name: shape_of(part, tuple(param.shape))
+        for name, param in params.items()
+        for part in naming(name, tuple(param.shape))
+    }
 
 
 def copy_state(policy: TorchPolicy) -> State:
     """Copy this rank's blocks; nothing is gathered (collective only to agree on the name of the save)."""
     ranks = policy.ranks
-    params = trained(policy)
-    written = {name: param for name, param in params.items() if is_first_copy(param, ranks.mesh)}
-    moments = {
-        f"{moment}.{name}": _copied(param, policy.optimizer.state[param][moment])
-        for moment in MOMENTS
-        for name, param in written.items()
-    }
+    written = {name: param for name, param in trained(policy).items() if is_first_copy(param, ranks.mesh)}
+    weights: dict[str, TensorShard] = {}
+    moments: dict[str, TensorShard] = {}
+    for name, param in written.items():
+        weights |= _copied(name, param, param)
+    for moment in MOMENTS:
+        for name, param in written.items():
+            copied = _copied(name, param, policy.optimizer.state[param][moment])
+            moments |= {f"{moment}.{part}": shard for part, shard in copied.items()}
     meta = {
         "format": FORMAT,
         "version": policy.version,
@@ -62,22 +71,22 @@ def copy_state(policy: TorchPolicy) -> State:
         "num_skipped_steps": policy.num_skipped_steps,
         "world_size": ranks.world_size,
         "save": _save_id(ranks),
-        "frozen": frozen_shapes(policy),
+        "frozen": {name: list(shape) for name, shape in whole_shapes(frozen(policy)).items()},
         "config": policy.config.model_dump(mode="json"),
     }
-    weights = {name: _copied(param, param) for name, param in written.items()}
     return State(_not_empty(weights), _not_empty(moments) | _random_state(policy), meta)
 
 
-def read_blocks(policy: TorchPolicy, files: ShardFiles) -> list[tuple[Tensor, Tensor]]:
+def read_blocks(policy: TorchPolicy, files: ShardFiles, naming: Naming) -> list[tuple[Tensor, Tensor]]:
     """Read what this rank holds of weights and moments; pairs of where it goes and what goes there."""
     pairs = []
     for name, param in trained(policy).items():
-        region = region_of(param)
-        pairs.append((local(param.detach()), files.read(name, region)))
-        for moment in MOMENTS:
-            target = local(policy.optimizer.state[param][moment])
-            pairs.append((target, files.read(f"{moment}.{name}", region)))
+        held = {"": local(param.detach())}
+        held |= {f"{moment}.": local(policy.optimizer.state[param][moment]) for moment in MOMENTS}
+        for piece in pieces_of(name, tuple(param.shape), region_of(param), naming):
+            pairs += [
+                (tensor[piece.index], files.read(prefix + piece.name, piece.region)) for prefix, tensor in held.items()
+            ]
     return pairs
 
 
@@ -104,12 +113,15 @@ def _random_state(policy: TorchPolicy) -> dict[str, TensorShard]:
     return {name: TensorShard(region_of(state), state) for name, state in states.items()}
 
 
-def _copied(param: Tensor, tensor: Tensor) -> TensorShard:
-    """A copy of this rank's block of a tensor that lies as its parameter does."""
+def _copied(name: str, param: Tensor, tensor: Tensor) -> dict[str, TensorShard]:
+    """Copies of what this rank's block of a tensor that lies as its parameter does holds, by name."""
     block = local(tensor.detach())
     region = region_of(param)
     assert tuple(block.shape) == region.shape, f"a rank holds the block {region}, got {tuple(block.shape)}"
-    return TensorShard(region, block.to("cpu", torch.float32, copy=True).contiguous())
+    return {
+        piece.name: TensorShard(piece.region, block[piece.index].to("cpu", torch.float32, copy=True).contiguous())
+        for piece in pieces_of(name, tuple(param.shape), region)
+    }
 
 
 def _not_empty(shards: Mapping[str, TensorShard]) -> dict[str, TensorShard]:

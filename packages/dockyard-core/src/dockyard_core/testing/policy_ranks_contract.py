@@ -7,13 +7,13 @@ of the ranks, and give it to `check_ranks`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from dockyard_core.batch import BatchShard, TrainSequence, pack_batch
-from dockyard_core.policy import Policy, WeightChunk
+from dockyard_core.policy import Policy, StepMetrics, WeightChunk
 
 BAD_RANK = 1
 """The rank on which things go wrong."""
@@ -25,7 +25,14 @@ class EngineLost(Exception):
 
 
 def report_of_rank(
-    policy: Policy, twin: Policy, *, rank: int, data_rank: int, num_data_ranks: int, vocab_size: int
+    policy: Policy,
+    twin: Policy,
+    *,
+    rank: int,
+    data_rank: int,
+    num_data_ranks: int,
+    vocab_size: int,
+    measured: Collection[str] = (),
 ) -> dict[str, Any]:
     """Let calls fail on one rank, and say what became of them on this one (collective; JSON values only).
 
@@ -36,6 +43,7 @@ def report_of_rank(
         data_rank: which shard of a batch this process takes, of ``num_data_ranks``.
         num_data_ranks: into how many shards a batch is split.
         vocab_size: of both policies.
+        measured: names in ``StepMetrics.extra`` that tell of this process, such as seconds, and not of the step.
     """
     good = _shards(vocab_size, num_data_ranks, seed=0)[data_rank]
     bad = _misread(good, vocab_size) if rank == BAD_RANK else good
@@ -53,7 +61,7 @@ def report_of_rank(
         "logprobs": _outcome(lambda: policy.logprobs(bad)),
         "stream_weights": _outcome(lambda: policy.stream_weights(sink)),
         "num_streamed": len(streamed),
-        "is_as_it_was": policy.train_step(good) == twin.train_step(good),
+        "is_as_it_was": _numbers(policy.train_step(good), measured) == _numbers(twin.train_step(good), measured),
     }
     spoiled = _with_infinite_advantages(good) if data_rank == 0 else good
     skipped = policy.train_step(spoiled)
@@ -89,6 +97,11 @@ def _outcome(call: Callable[[], object]) -> str:
     except (EngineLost, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
+
+
+def _numbers(metrics: StepMetrics, measured: Collection[str]) -> StepMetrics:
+    extra = {name: value for name, value in metrics.extra.items() if name not in measured}
+    return dataclasses.replace(metrics, extra=extra)
 
 
 def _shards(vocab_size: int, num_data_ranks: int, *, seed: int) -> tuple[BatchShard, ...]:
