@@ -6,16 +6,29 @@ import tempfile
 # Before JAX starts: nothing can add devices afterwards, and no test is to write into a user's cache.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="dockyard-jax-"))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
 
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+# Read when JAX first touches a device.
+_flags = os.environ.get("XLA_FLAGS", "")
+if "xla_force_host_platform_device_count" not in _flags:
+    _flags += " --xla_force_host_platform_device_count=8"
+# Most of the time of these tests is compiling, and most of that the compiler's own optimizations: without them a
+# training step compiles ten times as fast, and rounds a little differently. `test_jax_production.py` asks for them.
+if "xla_backend_optimization_level" not in _flags and version("jaxlib").startswith("0.10."):
+    _flags += (  # other releases may not know one of them, and end the process
+        " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    )
+os.environ["XLA_FLAGS"] = _flags.strip()
 
 CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig, "qwen3_moe": Qwen3MoeConfig}
 VOCAB_SIZE = 64
@@ -65,3 +78,22 @@ def tiny_model(tmp_path_factory) -> Callable[..., Path]:
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def gradients_of() -> Callable[[Any], dict[str, np.ndarray]]:
+    """The gradient of a policy's last update by Hugging Face name, if its ``betas`` are 0 and nothing was clipped.
+
+    The first moment then is the gradient.
+    """
+    from dockyard_trainer_jax.names import parts_of
+
+    def read(policy: Any) -> dict[str, np.ndarray]:
+        assert policy.config.betas == (0.0, 0.0)
+        return {
+            part.name: np.asarray(moment)[part.indices]
+            for name, moment in policy.state.exp_avg.items()
+            for part in parts_of(name, moment.shape)
+        }
+
+    return read

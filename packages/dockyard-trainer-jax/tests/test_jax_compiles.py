@@ -13,7 +13,8 @@ import pytest
 from dockyard_core.batch import BatchShard, TrainSequence, pack_batch
 from dockyard_core.loss_config import LossConfig
 from dockyard_trainer_jax import JaxPolicy, JaxPolicyConfig
-from dockyard_trainer_jax.layout import bucket, lay_out, row_length_bucket
+from dockyard_trainer_jax.layout import PackedPlan
+from dockyard_trainer_jax.shapes import Shape, Shapes, rounded
 
 
 def make_shard(seed: int, *, longest: int = 60, count: int = 12, budget: int = 240, **kwargs) -> BatchShard:
@@ -54,7 +55,7 @@ def test_a_run_compiles_few_programs_however_its_batches_differ(tiny_model, comp
     directory = tiny_model(intermediate_size=40)
     policy = JaxPolicy.from_pretrained(directory, JaxPolicyConfig(learning_rate=1e-3, warmup_steps=9))
     given = set()
-    for seed in range(12):
+    for seed in range(8):
         shard = make_shard(seed, temperature=1.0 - seed / 50)
         given |= {(*part.shape, int(part.loss_mask_BL.sum())) for part in shard.micro_batches}
         metrics = policy.train_step(shard)
@@ -64,7 +65,7 @@ def test_a_run_compiles_few_programs_however_its_batches_differ(tiny_model, comp
     assert policy.num_compiled == len(policy.shapes) + 2
     assert policy.compile_s > 0
     before = compilations.count
-    for seed in range(12):
+    for seed in range(8):
         policy.train_step(make_shard(seed))
     assert compilations.count == before, "something was compiled that is not counted"
     twin = JaxPolicy.from_pretrained(directory, JaxPolicyConfig(learning_rate=1e-2))
@@ -90,44 +91,98 @@ def test_an_update_takes_the_memory_of_the_weights_before_it(tiny_model) -> None
     assert all(array.is_deleted() for array in given)
 
 
-def test_buckets_grow_by_a_half_at_most() -> None:
-    assert [bucket(size) for size in (1, 2, 3, 4, 5, 7, 9, 13, 97, 129, 193)] == [
+def test_sizes_grow_by_less_than_a_quarter() -> None:
+    assert [rounded(size) for size in (0, 1, 7, 8, 9, 11, 33, 83, 240, 10000)] == [
+        0,
         1,
-        2,
-        3,
-        4,
-        6,
+        7,
         8,
+        10,
         12,
-        16,
-        128,
-        192,
+        40,
+        96,
         256,
+        10240,
     ]
     for size in range(1, 3000):
-        assert size <= bucket(size) <= max(1.5 * size, 1)
-        assert bucket(bucket(size)) == bucket(size)
-    assert [row_length_bucket(length, None) for length in (1, 16, 17)] == [16, 16, 24]
-    assert [row_length_bucket(length, (10, 50)) for length in (1, 10, 11, 50, 51)] == [10, 10, 50, 50, 64]
+        assert size <= rounded(size) < 1.25 * size
+        assert rounded(rounded(size)) == rounded(size)
+
+
+def packed(num_rows: int, row_length: int, num_slots: int = 1000, num_blocks: int = 1) -> Shape:
+    return Shape(num_rows, row_length, num_blocks, num_slots)
+
+
+def test_a_known_shape_is_taken_where_it_costs_little_more() -> None:
+    shapes = Shapes()
+    assert shapes.fit(packed(33, 61)) == packed(40, 64, 1024)
+    assert shapes.fit(packed(38, 60)) == packed(40, 64, 1024)
+    assert shapes.fit(packed(30, 64)) == packed(40, 64, 1024), "less than 1.3 times 32 x 64"
+    assert shapes.fit(packed(28, 64)) == packed(28, 64, 1024), "more than 1.3 times that"
+    assert shapes.fit(packed(38, 70, 900)) == packed(40, 80, 1024), "grown from the first"
+    assert shapes.fit(packed(20, 70, 600)) == packed(20, 80, 640), "28 x 80 would be more than 1.3 times, and 1,600"
+    assert shapes.fit(packed(8, 40, 500)) == packed(20, 80, 640), "half of the largest, or less"
+    assert shapes.fit(packed(38, 60, 300)) == packed(40, 64, 320), "logits of 1,024 positions would be too many"
+    assert len(shapes.known) == 5
+
+
+def test_few_positions_are_not_worth_a_program() -> None:
+    shapes = Shapes()
+    assert shapes.fit(packed(2, 17, 9)) == packed(2, 20, 10)
+    assert shapes.fit(packed(1, 100, 90)) == packed(2, 112, 96)
+    assert shapes.fit(packed(1, 16, 5)) == packed(2, 20, 10), "the smallest that is known"
+    assert shapes.fit(packed(3, 100, 90)) == packed(3, 112, 96)
+    assert len(shapes.known) == 3
+
+
+def test_a_shape_depends_on_those_known_and_not_on_their_order() -> None:
+    rng = np.random.default_rng(0)
+    needs = [packed(*map(int, rng.integers(8, 60, 2)), int(rng.integers(8, 200))) for _ in range(40)]
+    shapes = Shapes()
+    for need in needs[:20]:
+        shapes.fit(need)
+    again = Shapes()
+    again.known = set(sorted(shapes.known, reverse=True))  # noqa: C414 - put in in another order
+    for need in needs[20:]:
+        fitted = shapes.fit(need)
+        assert fitted == again.fit(need)
+        assert fitted.joined(need) == fitted, "it covers what is needed"
+
+
+def test_a_users_row_lengths_go_before() -> None:
+    assert [Shapes().fit(packed(1, length)).row_length for length in (1, 16, 17)] == [16, 16, 20]
+    lengths = [Shapes((10, 50)).fit(packed(1, length)).row_length for length in (1, 10, 11, 50, 51)]
+    assert lengths == [10, 10, 50, 50, 56]
+
+
+def test_shared_and_packed_rows_are_not_mixed() -> None:
+    shapes = Shapes()
+    shared = Shape(8, 16, 1, 20, num_prefixes=2, prefix_length=8, num_distinct=20)
+    assert shapes.fit(shared) == shared
+    assert shapes.fit(packed(8, 16, 20)) == packed(8, 16, 20)
+    assert shapes.fit(packed(8, 16, 20, num_blocks=4)) == packed(8, 16, 20, num_blocks=4)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 4])
 def test_a_layout_holds_every_trained_token_once_in_the_block_of_its_row(num_blocks) -> None:
     shard = make_shard(3, budget=400, row_length=70)
     for mb in shard.micro_batches:
-        laid_out = lay_out(mb, num_blocks=num_blocks)
+        plan = PackedPlan(mb, num_blocks=num_blocks)
+        shape = Shapes().fit(plan.needed)
+        laid_out = plan.laid_out(shape)
         batch = laid_out.batch
-        num_rows, length, blocks, num_slots, *_ = batch.shape
-        assert (blocks, num_rows % num_blocks) == (num_blocks, 0)
-        assert num_slots <= num_rows * length // num_blocks
+        inputs = batch.inputs
+        assert inputs.token_ids_BL.shape == (shape.num_rows, shape.row_length)
+        blocks, num_slots = batch.mask_FM.shape
+        assert (blocks, shape.num_rows % num_blocks) == (num_blocks, 0)
         assert sorted(laid_out.origin_FM[batch.mask_FM]) == np.flatnonzero(mb.loss_mask_BL).tolist()
-        held_FN = batch.token_ids_BL.reshape(num_blocks, -1)
+        held_FN = inputs.token_ids_BL.reshape(num_blocks, -1)
         for block in range(num_blocks):
-            mask_M, predictors_M = batch.mask_FM[block], batch.predictors_FM[block]
+            mask_M, predictors_M = batch.mask_FM[block], batch.predictors_FU[block]
             assert len(set(predictors_M.tolist())) == num_slots, "a position twice would need a sum"
             # The token that is predicted comes after the predictor, in the same sequence.
-            np.testing.assert_array_equal(held_FN[block][predictors_M[mask_M] + 1], batch.target_ids_FM[block][mask_M])
-            segments_N = batch.segment_ids_BL.reshape(num_blocks, -1)[block]
+            np.testing.assert_array_equal(held_FN[block][predictors_M[mask_M] + 1], batch.target_ids_FU[block][mask_M])
+            segments_N = inputs.segment_ids_BL.reshape(num_blocks, -1)[block]
             np.testing.assert_array_equal(segments_N[predictors_M[mask_M]], segments_N[predictors_M[mask_M] + 1])
         again_BL = laid_out.unpadded(batch.advantages_FM, mb.shape)
         np.testing.assert_array_equal(again_BL, np.where(mb.loss_mask_BL, mb.advantages_BL, 0))
@@ -136,8 +191,9 @@ def test_a_layout_holds_every_trained_token_once_in_the_block_of_its_row(num_blo
 def test_padding_holds_no_token_of_the_batch(tiny_model) -> None:
     (mb,) = make_shard(0, count=3, row_length=70).micro_batches
     dirty = dataclasses.replace(mb, token_ids_BL=np.where(mb.sequence_ids_BL < 0, 63, mb.token_ids_BL))
-    batch = lay_out(dirty).batch
-    assert (batch.token_ids_BL[batch.segment_ids_BL < 0] == 0).all()
+    plan = PackedPlan(dirty, num_blocks=1)
+    inputs = plan.laid_out(Shapes().fit(plan.needed)).batch.inputs
+    assert (inputs.token_ids_BL[inputs.segment_ids_BL < 0] == 0).all()
 
 
 KEPT = """
@@ -155,6 +211,7 @@ KEPT = """
 """
 
 
+@pytest.mark.ci
 def test_programs_are_kept_for_the_next_process_where_the_user_says(tiny_model, tmp_path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
 

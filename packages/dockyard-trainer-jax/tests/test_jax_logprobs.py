@@ -1,9 +1,7 @@
 """Chunked log-probabilities: values, gradients, memory, padding, and a vocabulary that is sharded."""
 
-import os
-import subprocess
-import sys
-import textwrap
+import functools
+import re
 from collections.abc import Iterator
 
 import jax
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 
 from dockyard_trainer_jax.logprobs import chunked_logprobs, num_chunks
@@ -57,7 +56,7 @@ def random_pulls(num_positions, dtype=np.float32, seed=1):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 20, 64, 1000])
+@pytest.mark.parametrize("chunk_tokens", [7, *(pytest.param(one, marks=pytest.mark.ci) for one in (1, 20, 64, 1000))])
 @pytest.mark.parametrize("use_entropy", [1, 0])
 def test_values_and_gradients_are_the_exact_ones_whatever_the_chunks(temperature, chunk_tokens, use_entropy) -> None:
     inputs, pulls = random_inputs(50), random_pulls(50) * np.array([[1], [use_entropy]], np.float32)
@@ -68,7 +67,7 @@ def test_values_and_gradients_are_the_exact_ones_whatever_the_chunks(temperature
         assert np.linalg.norm(one - other) <= 1e-6 * np.linalg.norm(other)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 2, 5])
+@pytest.mark.parametrize("chunk_tokens", [2, *(pytest.param(one, marks=pytest.mark.ci) for one in (1, 5))])
 def test_the_gradient_is_the_finite_difference_in_float64(chunk_tokens) -> None:
     with jax.enable_x64(True):
         hidden_MD, weight_VD, _ = random_inputs(5, 7, 4, dtype=np.float64)
@@ -122,8 +121,8 @@ def test_chunks_have_equal_lengths_where_that_takes_few_more(num_positions, chun
     assert wanted * chunk_tokens >= num_positions
 
 
-@pytest.mark.parametrize("chunk_tokens", [3, 40])
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("chunk_tokens", [3, pytest.param(40, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("poison", [np.nan, *(pytest.param(one, marks=pytest.mark.ci) for one in (np.inf, -np.inf))])
 def test_what_padding_holds_neither_counts_nor_leaks(chunk_tokens, poison) -> None:
     inputs, pulls, mask_M = random_inputs(), random_pulls(40), np.random.default_rng(2).random(40) < 0.6
     packed = [array[mask_M] for array in (inputs[0], inputs[2])]
@@ -231,46 +230,38 @@ def test_temperature_zero_is_refused() -> None:
         chunked_logprobs(*map(jnp.asarray, random_inputs()), temperature=0, chunk_tokens=8)
 
 
-SHARDED = """
-    import jax, jax.numpy as jnp, numpy as np, re
-    from jax.sharding import NamedSharding, PartitionSpec as P
-    from dockyard_trainer_jax.logprobs import chunked_logprobs
-
+@functools.cache
+def sharded_material():
+    """Inputs, a program for them, and its results on one device."""
     rng = np.random.default_rng(0)
-    hidden, weight = (rng.normal(size=s).astype(np.float32) for s in ((64, 8), (96, 8)))
-    targets, mask = rng.integers(0, 96, 64, dtype=np.int32), rng.random(64) < 0.8
-    hidden[~mask] = np.nan
+    hidden_MD, weight_VD = (rng.normal(size=s).astype(np.float32) for s in ((64, 8), (96, 8)))
+    targets_M, mask_M = rng.integers(0, 96, 64, dtype=np.int32), rng.random(64) < 0.8
+    hidden_MD[~mask_M] = np.nan
     pulls = jnp.asarray(rng.normal(size=(2, 64)).astype(np.float32))
 
-    def both(hidden, weight, targets, mask):
-        def values(hidden, weight):
-            return chunked_logprobs(hidden, weight, targets, mask, temperature=0.7, chunk_tokens=16)
-        found, pull_back = jax.vjp(values, hidden, weight)
+    def both(hidden_MD, weight_VD, targets_M, mask_M):
+        def values(hidden_MD, weight_VD):
+            return chunked_logprobs(hidden_MD, weight_VD, targets_M, mask_M, temperature=0.7, chunk_tokens=16)
+
+        found, pull_back = jax.vjp(values, hidden_MD, weight_VD)
         return *found, *pull_back((pulls[0], pulls[1]))
 
-    alone = jax.jit(both)(hidden, weight, targets, mask)
-    for shape in ((1, 8), (2, 4), (4, 2), (8, 1)):
-        mesh = jax.make_mesh(shape, ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-        rows, vocab = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P("tp"))
-        places = (rows, vocab, rows, rows)
-        spread = [jax.device_put(a, place) for a, place in zip((hidden, weight, targets, mask), places)]
-        compiled = jax.jit(both, out_shardings=(rows, rows, rows, vocab)).lower(*spread).compile()
-        for one, other in zip(compiled(*spread), alone):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
-            assert np.linalg.norm(one - other) <= 1e-6 * np.linalg.norm(other)
-        text = compiled.as_text()
-        largest = max(int(np.prod([int(n) for n in m.split(",")])) for m in re.findall(r"f32\\[([0-9,]+)\\]", text))
-        # A chunk's logits are cut along both axes, so that no device has more of them than its share.
-        share = max(16 * 96 // 8, 96 * 8 // shape[1], 64 * 8 // shape[0])
-        assert largest <= share, (shape, largest, share)
-    print("equal on every mesh")
-"""
+    inputs = (hidden_MD, weight_VD, targets_M, mask_M)
+    return inputs, both, jax.jit(both)(*inputs)
 
 
-def test_a_vocabulary_sharded_over_devices_gives_equal_results_and_stays_sharded() -> None:
-    flags = "--xla_force_host_platform_device_count=8"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", textwrap.dedent(SHARDED)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "equal on every mesh\n"
+@pytest.mark.parametrize(
+    "shape", [(2, 4), *(pytest.param(one, marks=pytest.mark.ci) for one in ((1, 8), (4, 2), (8, 1)))], ids=str
+)
+def test_a_vocabulary_sharded_over_devices_gives_equal_results_and_stays_sharded(shape) -> None:
+    inputs, both, alone = sharded_material()
+    mesh = jax.make_mesh(shape, ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rows, vocab = NamedSharding(mesh, PartitionSpec("fsdp")), NamedSharding(mesh, PartitionSpec("tp"))
+    spread = [jax.device_put(a, place) for a, place in zip(inputs, (rows, vocab, rows, rows), strict=True)]
+    compiled = jax.jit(both, out_shardings=(rows, rows, rows, vocab)).lower(*spread).compile()
+    for one, other in zip(compiled(*spread), alone, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+        assert np.linalg.norm(one - other) <= 1e-6 * np.linalg.norm(other)
+    sizes = [int(np.prod([int(n) for n in m.split(",")])) for m in re.findall(r"f32\[([0-9,]+)\]", compiled.as_text())]
+    # A chunk's logits are cut along both axes, so that no device has more of them than its share.
+    assert max(sizes) <= max(16 * 96 // 8, 96 * 8 // shape[1], 64 * 8 // shape[0])

@@ -57,8 +57,11 @@ def streamed(policy) -> dict[str, np.ndarray]:
     return held
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe"])
+CI = pytest.mark.ci
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", *(pytest.param(one, marks=CI) for one in ("qwen3", "llama"))])
 def test_logprobs_of_packed_rows_are_hugging_faces_of_each_sequence_alone(tiny_model, family, temperature) -> None:
     directory = tiny_model(family, is_tied=False)
     shard = make_shard(row_length=40, temperature=temperature)
@@ -75,48 +78,7 @@ def test_logprobs_of_packed_rows_are_hugging_faces_of_each_sequence_alone(tiny_m
         np.testing.assert_allclose(found_BL[where][1:][trained], wanted_T[trained], rtol=0, atol=1e-5)
 
 
-LOSSES = [
-    {},
-    {"aggregation": "sequence", "correction": "is"},
-    {"kl_coef": 0.1, "entropy_coef": 0.01, "aggregation": "dr_grpo", "max_tokens": 12},
-    {"kl_coef": 0.2, "kl_gradient": "score", "correction": "seq_mask", "seq_low": 0.5, "seq_high": 2.0},
-    {"proximal": "bypass", "dual_clip": 3.0},
-    {"proximal": "given", "correction": "icepop"},
-    {"variant": "gspo", "clip_low": 0.05, "clip_high": 0.05, "proximal": "given"},
-    {"variant": "cispo", "cispo_max": 1.1, "proximal": "given"},
-    {"variant": "reinforce", "correction": "none"},
-]
-
-
-@pytest.mark.parametrize(
-    "options", [*LOSSES[:2], *(pytest.param(one, marks=pytest.mark.ci) for one in LOSSES[2:])], ids=str
-)
-def test_a_steps_metrics_and_every_gradient_are_those_of_torch(tiny_model, tmp_path, options) -> None:
-    # With betas of 0 the first moment in a save is the gradient; the second step is away from the reference.
-    updates = {"learning_rate": 1e-2, "eps": 1e-4, "betas": (0.0, 0.0), "max_grad_norm": 1e9}
-    policies = pair(tiny_model("qwen3"), **updates, loss=LossConfig(**options))
-    gradients, metrics = [], []
-    for number, policy in enumerate(policies):
-        policy.train_step(make_shard(7))
-        carries = options.get("proximal") == "given"
-        shard = make_shard(carries=carries, micro_batch_tokens=30, temperature=0.9)
-        assert len(shard.micro_batches) > 1
-        metrics.append(policy.train_step(shard))
-        policy.save(tmp_path / str(number))
-        gradients.append(load_file(tmp_path / str(number) / "optimizer.safetensors"))
-    names = {name for name in gradients[0] if name.startswith("exp_avg.")}
-    assert names == {name for name in gradients[1] if name.startswith("exp_avg.")}
-    for name in names:
-        assert np.abs(gradients[1][name]).max() > 0, name
-        assert distance(gradients[0][name], gradients[1][name]) < 2e-5, name
-    ours, theirs = map(dataclasses.asdict, metrics)
-    extra, wanted = ours.pop("extra"), theirs.pop("extra")
-    del extra["num_compiled_shapes"]
-    assert ours == pytest.approx(theirs, rel=2e-5, abs=2e-6)
-    assert extra == pytest.approx(wanted, rel=2e-5, abs=2e-6)
-
-
-@pytest.mark.parametrize("family", ["qwen2", *(pytest.param(one, marks=pytest.mark.ci) for one in ("qwen3", "llama"))])
+@pytest.mark.parametrize("family", ["qwen2", *(pytest.param(one, marks=CI) for one in ("qwen3", "llama"))])
 def test_twenty_steps_end_where_those_of_torch_do(tiny_model, family) -> None:
     options = {
         "learning_rate": 2e-3,
@@ -133,7 +95,7 @@ def test_twenty_steps_end_where_those_of_torch_do(tiny_model, family) -> None:
     ours, theirs = pair(tiny_model(family), **options)
     before = streamed(ours)
     for seed in range(20):
-        shard = make_shard(seed % 5, micro_batch_tokens=40)
+        shard = make_shard(seed % 5, row_length=32, micro_batch_tokens=64)
         found, wanted = ours.train_step(shard), theirs.train_step(shard)
         assert found.loss == pytest.approx(wanted.loss, rel=1e-3, abs=1e-4), seed
         assert found.learning_rate == wanted.learning_rate
@@ -144,6 +106,7 @@ def test_twenty_steps_end_where_those_of_torch_do(tiny_model, family) -> None:
         assert distance(before[name], array) > 1e-3, f"{name} has hardly moved"
 
 
+@CI  # `test_jax_handover.py` has one in the default tier
 @pytest.mark.parametrize("is_to_torch", [False, True], ids=["torch to jax", "jax to torch"])
 def test_a_run_is_handed_over_between_the_trainers(tiny_model, tmp_path, is_to_torch) -> None:
     options = {"learning_rate": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "schedule": "linear", "total_steps": 9}
@@ -162,34 +125,58 @@ def test_a_run_is_handed_over_between_the_trainers(tiny_model, tmp_path, is_to_t
         np.testing.assert_allclose(right[name], array, rtol=0, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe"])
-@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize(
+    ("family", "is_tied"), [("qwen2", True), ("qwen3", False), ("llama", True), ("qwen3_moe", False)]
+)
 def test_the_manifest_is_that_of_the_torch_trainer(tiny_model, family, is_tied) -> None:
     ours, theirs = pair(tiny_model(family, is_tied=is_tied))
     assert weight_manifest(ours) == torch_weight_manifest(theirs)
 
 
-@pytest.mark.parametrize("options", [{}, {"aggregation": "sequence", "correction": "seq_mask"}], ids=str)
+MESHES = ((8, 1), (4, 2), (2, 4), (1, 8))
+BY_SEQUENCE = {"aggregation": "sequence", "correction": "seq_mask", "seq_low": 1e-4, "seq_high": 1e4}
+ON_MESHES = [(sizes, options) for sizes in MESHES for options in ({}, BY_SEQUENCE)]
+
+
+def step_over(directory, sizes, options, gradients_of):
+    """Metrics and gradient of a first step over ``fsdp`` x ``tp`` devices."""
+    updates = {"learning_rate": 1e-2, "eps": 1e-4, "betas": (0.0, 0.0), "max_grad_norm": 1e9}
+    config = JaxPolicyConfig(**updates, loss=LossConfig(**options), fsdp_size=sizes[0], tensor_parallel_size=sizes[1])
+    policy = JaxPolicy.from_pretrained(directory, config)
+    metrics = policy.train_step(make_shard(row_length=20))
+    for name, param in policy.params.items():
+        assert policy.state.exp_avg[name].sharding == param.sharding, name
+    return metrics, gradients_of(policy)
+
+
+@pytest.fixture(scope="module")
+def on_one_device(gradients_of):
+    known = {}
+
+    def step(directory, options):
+        key = (directory, repr(options))
+        if key not in known:
+            known[key] = step_over(directory, (1, 1), options, gradients_of)
+        return known[key]
+
+    return step
+
+
 @pytest.mark.parametrize(
-    "sizes", [(2, 4), *(pytest.param(one, marks=pytest.mark.ci) for one in ((8, 1), (4, 2), (1, 8)))], ids=str
+    ("sizes", "options"),
+    [pytest.param(*one, marks=() if one == ((2, 4), BY_SEQUENCE) else CI) for one in ON_MESHES],
+    ids=str,
 )
-def test_a_step_over_a_mesh_is_that_of_one_device(tiny_model, tmp_path, sizes, options) -> None:
+def test_a_step_over_a_mesh_is_that_of_one_device(tiny_model, on_one_device, gradients_of, sizes, options) -> None:
     # Every dimension that is dealt over tensor-parallel devices divides by 8.
     directory = tiny_model("qwen2", num_attention_heads=8, num_key_value_heads=8)
-    updates = {"learning_rate": 1e-2, "eps": 1e-4, "betas": (0.0, 0.0), "max_grad_norm": 1e9}
-    gradients, metrics = [], []
-    for number, (fsdp, tp) in enumerate([(1, 1), sizes]):
-        config = JaxPolicyConfig(**updates, loss=LossConfig(**options), fsdp_size=fsdp, tensor_parallel_size=tp)
-        policy = JaxPolicy.from_pretrained(directory, config)
-        metrics.append(policy.train_step(make_shard(row_length=20)))
-        for name, param in policy.params.items():
-            assert policy.state.exp_avg[name].sharding == param.sharding, name
-        policy.save(tmp_path / str(number))
-        gradients.append(load_file(tmp_path / str(number) / "optimizer.safetensors"))
-    assert metrics[1].loss == pytest.approx(metrics[0].loss, rel=1e-5, abs=1e-6)
-    for name, array in gradients[0].items():
-        if name.startswith("exp_avg."):
-            assert distance(gradients[1][name], array) < 1e-5, name
+    wanted, wanted_gradients = on_one_device(directory, options)
+    found, gradients = step_over(directory, sizes, options, gradients_of)
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-5, abs=1e-6)
+    assert wanted.grad_norm > 1e-3, "two gradients of 0 would be equal on any mesh"
+    assert gradients.keys() == wanted_gradients.keys()
+    for name, array in wanted_gradients.items():
+        assert distance(gradients[name], array) < 1e-5, name
 
 
 def test_a_reference_that_was_not_kept_is_refused(tiny_model) -> None:
@@ -203,7 +190,15 @@ def test_a_reference_that_was_not_kept_is_refused(tiny_model) -> None:
     assert np.abs(kept.logprobs(make_shard())[0] - before).max() > 0.01
 
 
-@pytest.mark.parametrize("options", [{"activation_checkpointing": True}, {"logprob_chunk_tokens": 5}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_checkpointing": True, "logprob_chunk_tokens": 5},
+        pytest.param({"activation_checkpointing": True}, marks=CI),
+        pytest.param({"logprob_chunk_tokens": 5}, marks=CI),
+    ],
+    ids=str,
+)
 def test_what_saves_memory_changes_rounding_only(tiny_model, options) -> None:
     plain = JaxPolicy.from_pretrained(tiny_model(), JaxPolicyConfig(learning_rate=1e-3, eps=1e-4))
     frugal = JaxPolicy.from_pretrained(tiny_model(), JaxPolicyConfig(learning_rate=1e-3, eps=1e-4, **options))
@@ -229,8 +224,15 @@ def test_a_skipped_step_is_counted_and_survives_a_restore(tiny_model, tmp_path) 
     assert (other.num_skipped_steps, other.num_updates, other.version) == (1, 0, 0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize(
+    ("is_tied", "dtype"),
+    [
+        (True, "float32"),
+        pytest.param(False, "bfloat16", marks=CI),
+        pytest.param(False, "float32", marks=CI),
+        pytest.param(True, "bfloat16", marks=CI),
+    ],
+)
 def test_an_export_is_a_hugging_face_model_with_the_same_weights(tiny_model, tmp_path, is_tied, dtype) -> None:
     source = tiny_model("qwen2", is_tied=is_tied)
     policy = JaxPolicy.from_pretrained(source, JaxPolicyConfig(learning_rate=1e-2, dtype=dtype))
@@ -259,11 +261,6 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tiny_model
         np.testing.assert_array_equal(array, before[name])
     with pytest.raises(UserError, match=r"has trainer\.json"):
         policy.restore(tmp_path)
-    meta = json.loads((tmp_path / "checkpoint" / "trainer.json").read_text())
-    for change, message in (({"format": 3}, "format must be 2"), ({"world_size": 2}, "what one rank wrote")):
-        (tmp_path / "checkpoint" / "trainer.json").write_text(json.dumps(meta | change))
-        with pytest.raises(UserError, match=message):
-            policy.restore(tmp_path / "checkpoint")
 
 
 def test_missing_directories_and_contradicting_settings_are_refused(tmp_path) -> None:
@@ -272,7 +269,6 @@ def test_missing_directories_and_contradicting_settings_are_refused(tmp_path) ->
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         JaxPolicy.from_pretrained(tmp_path, JaxPolicyConfig())
     for options, message in (
-        ({"lora": {"rank": 4}}, "lora must be None"),
         ({"row_length_buckets": (64, 32)}, "growing lengths"),
         ({"row_length_buckets": ()}, "growing lengths"),
         ({"device": "cpu"}, "Extra inputs"),

@@ -7,6 +7,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from dockyard_core.errors import ConfigError
+from dockyard_trainer_jax.attention import PackedInputs
 from dockyard_trainer_jax.loading import load_causal_lm
 from dockyard_trainer_jax.model import ComputeOptions, abstract_causal_lm, hidden, output_embedding
 from dockyard_trainer_jax.model_config import read_config
@@ -17,6 +18,13 @@ MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
 CASES = [("qwen3", True, WIDE), ("llama", False, {**WIDE, "attention_bias": True, "mlp_bias": True})]
 MOE_CASE = ("qwen3_moe", False, WIDE)
+# Each is compiled for; another model is on a mesh in `test_jax_policy.py` in the default tier.
+DEFAULT = [("qwen3", (4, 2))]
+ON_MESHES = [
+    pytest.param(*case, *mesh, marks=() if (case[0], mesh) in DEFAULT else pytest.mark.ci)
+    for case in (*CASES, MOE_CASE)
+    for mesh in MESHES
+]
 
 
 def rows():
@@ -35,7 +43,7 @@ def hidden_and_gradients(model, batch):
     def compute(state, batch):
         def loss(state):
             model = nnx.merge(graph, state)
-            hidden_BLD = hidden(model, *batch)
+            hidden_BLD = hidden(model, PackedInputs(*batch))
             return ((hidden_BLD @ output_embedding(model).T) * weights).mean(), hidden_BLD
 
         return jax.grad(loss, has_aux=True)(state)
@@ -57,8 +65,7 @@ def on_one_device(tiny_model):
     return compute
 
 
-@pytest.mark.parametrize(("fsdp", "tp"), MESHES)
-@pytest.mark.parametrize(("family", "is_tied", "overrides"), [*CASES, MOE_CASE])
+@pytest.mark.parametrize(("family", "is_tied", "overrides", "fsdp", "tp"), ON_MESHES)
 def test_a_mesh_computes_what_one_device_does(tiny_model, on_one_device, family, is_tied, overrides, fsdp, tp):
     mesh = make_mesh(fsdp, tp)
     directory = tiny_model(family, is_tied=is_tied, **overrides)

@@ -12,12 +12,28 @@ from dockyard_core.optimizer_config import LoraConfig
 from dockyard_trainer_jax.config import JaxPolicyConfig
 
 if TYPE_CHECKING:
+    from dockyard_trainer_jax.exported import export_hf
+    from dockyard_trainer_jax.orbax import restore_orbax, save_orbax
     from dockyard_trainer_jax.policy import JaxPolicy
-    from dockyard_trainer_jax.weights import export_hf, weight_manifest
+    from dockyard_trainer_jax.weights import weight_manifest
 
-_LAZY = {"JaxPolicy": "policy", "export_hf": "weights", "weight_manifest": "weights"}
+_LAZY = {
+    "JaxPolicy": "policy",
+    "export_hf": "exported",
+    "restore_orbax": "orbax",
+    "save_orbax": "orbax",
+    "weight_manifest": "weights",
+}
 
-__all__ = ["JaxPolicy", "JaxPolicyConfig", "LoraConfig", "export_hf", "weight_manifest"]
+__all__ = [
+    "JaxPolicy",
+    "JaxPolicyConfig",
+    "LoraConfig",
+    "export_hf",
+    "restore_orbax",
+    "save_orbax",
+    "weight_manifest",
+]
 
 
 def __getattr__(name: str) -> Any:

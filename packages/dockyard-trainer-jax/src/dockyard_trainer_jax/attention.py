@@ -7,42 +7,133 @@ F = E / 2 frequencies.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
 
+from dockyard_trainer_jax.attending import attend
 from dockyard_trainer_jax.layers import Linear, RmsNorm, Stack
 from dockyard_trainer_jax.model_config import Llama3Rope, ModelConfig
 
+PADDING_SEGMENT = -1
+"""Segment id of positions that hold no token."""
 
-class AttentionInputs(NamedTuple):
-    """What every block's attention needs and no block changes."""
+
+class PackedInputs(NamedTuple):
+    """Rows that may hold several sequences. A position sees those at or before it in its row that are of its segment.
+
+    A position always sees itself, padding too: no softmax is over nothing.
+    """
+
+    token_ids_BL: Any
+    position_ids_BL: Any
+    segment_ids_BL: Any
+    """-1 at padding."""
+
+
+class SharedInputs(NamedTuple):
+    """Prefixes, each with any number of suffixes that see it and their own past; padded on the right by 0."""
+
+    prefix_ids_PL: Any
+    prefix_lengths_P: Any
+    suffix_ids_NS: Any
+    prefix_of_N: Any
+
+
+ModelInputs = PackedInputs | SharedInputs
+
+
+class Packed(NamedTuple):
+    """Attention within rows; [B, L, ...]."""
 
     cos_BLF: Array
     sin_BLF: Array
     is_visible_BLL: Array
     """True where the second position's key is seen from the first."""
 
+    @classmethod
+    def of(cls, config: ModelConfig, inputs: PackedInputs, dtype: jnp.dtype) -> Packed:
+        """The same for every block."""
+        length = inputs.segment_ids_BL.shape[1]
+        is_past_LL = jnp.tril(jnp.ones((length, length), bool))
+        same_BLL = inputs.segment_ids_BL[:, :, None] == inputs.segment_ids_BL[:, None, :]
+        return cls(*rotations(config, inputs.position_ids_BL, dtype), is_past_LL & same_BLL)
 
-def attention_inputs(
-    config: ModelConfig, position_ids_BL: Array, segment_ids_BL: Array, dtype: jnp.dtype
-) -> AttentionInputs:
-    """Rotary tables, and the mask: a position sees those at or before it in its row that are of its segment.
+    def rotated(self, x_BLHE: Array) -> Array:
+        """By each position's angle."""
+        return rotate(x_BLHE, self.cos_BLF, self.sin_BLF)
 
-    A position always sees itself, padding too (its segment is -1): no softmax is over nothing.
-    """
-    angles_BLF = position_ids_BL[..., None].astype(jnp.float32) * inverse_frequencies(config)
-    length = segment_ids_BL.shape[1]
-    is_past_LL = jnp.tril(jnp.ones((length, length), bool))
-    return AttentionInputs(
-        cos_BLF=jnp.cos(angles_BLF).astype(dtype),
-        sin_BLF=jnp.sin(angles_BLF).astype(dtype),
-        is_visible_BLL=is_past_LL & (segment_ids_BL[:, :, None] == segment_ids_BL[:, None, :]),
-    )
+    def mixed(self, queries_BLHE: Array, keys_BLKE: Array, values_BLKE: Array) -> Array:
+        """[B, L, H, E]."""
+        return attend(queries_BLHE, keys_BLKE, values_BLKE, self.is_visible_BLL)
+
+
+class Shared(NamedTuple):
+    """Attention within prefixes and of suffixes to theirs; tokens are flat, [P L + N S, ...], prefixes first."""
+
+    cos_TF: Array
+    sin_TF: Array
+    is_past_LL: Array
+    is_visible_NSJ: Array
+    """J = L + S: the prefix without its padding, and the suffix's own past."""
+    is_prefix_NP: Array
+
+    @classmethod
+    def of(cls, config: ModelConfig, inputs: SharedInputs, dtype: jnp.dtype) -> Shared:
+        """The same for every block."""
+        (num_prefixes, length), (num_rows, size) = inputs.prefix_ids_PL.shape, inputs.suffix_ids_NS.shape
+        lengths_N1 = inputs.prefix_lengths_P[inputs.prefix_of_N][:, None]
+        positions_T = jnp.concatenate(
+            [
+                jnp.broadcast_to(jnp.arange(length), (num_prefixes, length)).reshape(-1),
+                (lengths_N1 + jnp.arange(size)).reshape(-1),
+            ]
+        )
+        is_prefix_N1L = (jnp.arange(length) < lengths_N1)[:, None]
+        visible = [
+            jnp.broadcast_to(is_prefix_N1L, (num_rows, size, length)),
+            jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (num_rows, size, size)),
+        ]
+        return cls(
+            *rotations(config, positions_T, dtype),
+            is_past_LL=jnp.tril(jnp.ones((length, length), bool)),
+            is_visible_NSJ=jnp.concatenate(visible, axis=-1),
+            is_prefix_NP=inputs.prefix_of_N[:, None] == jnp.arange(num_prefixes),
+        )
+
+    def rotated(self, x_THE: Array) -> Array:
+        """By each position's angle."""
+        return rotate(x_THE, self.cos_TF, self.sin_TF)
+
+    def mixed(self, queries_THE: Array, keys_TKE: Array, values_TKE: Array) -> Array:
+        """[P L + N S, H, E]."""
+        queries, keys, values = (self._parts(x) for x in (queries_THE, keys_TKE, values_TKE))
+        is_past_1LL = jnp.broadcast_to(self.is_past_LL, (queries[0].shape[0], *self.is_past_LL.shape))
+        prefix_PLHE = attend(queries[0], keys[0], values[0], is_past_1LL)
+        keys_NJKE, values_NJKE = (jnp.concatenate([self._of_rows(x), own], axis=1) for x, own in (keys, values))
+        suffix_NSHE = attend(queries[1], keys_NJKE, values_NJKE, self.is_visible_NSJ)
+        tail = queries_THE.shape[1:]
+        return jnp.concatenate([prefix_PLHE.reshape(-1, *tail), suffix_NSHE.reshape(-1, *tail)])
+
+    def _parts(self, x_THE: Array) -> tuple[Array, Array]:
+        """[P, L, H, E] and [N, S, H, E]."""
+        length = self.is_past_LL.shape[0]
+        (num_rows, size, _), num_prefixes = self.is_visible_NSJ.shape, self.is_prefix_NP.shape[1]
+        edge, tail = num_prefixes * length, x_THE.shape[1:]
+        return x_THE[:edge].reshape(num_prefixes, length, *tail), x_THE[edge:].reshape(num_rows, size, *tail)
+
+    def _of_rows(self, x_PLKE: Array) -> Array:
+        """Each suffix's prefix, [N, L, K, E]: by a product with ones and zeros, whose gradient is one too."""
+        return jnp.einsum("np,plke->nlke", self.is_prefix_NP.astype(x_PLKE.dtype), x_PLKE)
+
+
+def rotations(config: ModelConfig, position_ids: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """Cosines and sines, [..., F]."""
+    angles = position_ids[..., None].astype(jnp.float32) * inverse_frequencies(config)
+    return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
@@ -63,10 +154,10 @@ def _stretched(frequencies_F: np.ndarray, rope: Llama3Rope) -> np.ndarray:
     return stretched_F
 
 
-def rotate(x_BLHE: Array, inputs: AttentionInputs) -> Array:
-    """Turn each pair (x_i, x_{i + E/2}) by its position's angle."""
-    first, second = jnp.split(x_BLHE, 2, axis=-1)
-    cos, sin = inputs.cos_BLF[:, :, None], inputs.sin_BLF[:, :, None]
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Turn each pair (x_i, x_{i + E/2}) of [..., H, E] by its position's angle, [..., F]."""
+    first, second = jnp.split(x, 2, axis=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
@@ -85,18 +176,11 @@ class Attention(nnx.Module):
         self.k_norm = RmsNorm(head_dim, eps=eps, stack=stack) if has_norms else None
         self.head_dim = head_dim
 
-    def __call__(self, x_BLD: Array, inputs: AttentionInputs) -> Array:
-        """[B, L, D] -> [B, L, D]."""
-        heads = (*x_BLD.shape[:2], -1, self.head_dim)
-        queries_BLHE = self.q_proj(x_BLD).reshape(heads)
-        keys_BLKE = self.k_proj(x_BLD).reshape(heads)
-        values_BLKE = self.v_proj(x_BLD).reshape(heads)
+    def __call__(self, x: Array, rows: Packed | Shared) -> Array:
+        """[..., D] -> [..., D]."""
+        heads = (*x.shape[:-1], -1, self.head_dim)
+        queries, keys, values = (one(x).reshape(heads) for one in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
-            queries_BLHE, keys_BLKE = self.q_norm(queries_BLHE), self.k_norm(keys_BLKE)
-        mixed_BLHE = jax.nn.dot_product_attention(
-            rotate(queries_BLHE, inputs),
-            rotate(keys_BLKE, inputs),
-            values_BLKE,
-            mask=inputs.is_visible_BLL[:, None],
-        )
-        return self.o_proj(mixed_BLHE.reshape(*x_BLD.shape[:2], -1))
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        mixed = rows.mixed(rows.rotated(queries), rows.rotated(keys), values)
+        return self.o_proj(mixed.reshape(*x.shape[:-1], -1))

@@ -14,9 +14,15 @@ _PROGRAMS: dict[Hashable, Any] = {}
 
 
 class Compiler:
-    """Compiles ahead of the call, so that nothing is compiled that is not counted here."""
+    """Compiles ahead of the call, so that nothing is compiled that is not counted here.
 
-    def __init__(self) -> None:
+    Args:
+        meet: returns when every process has compiled. Collectives of a running program wait for the others for half a
+            minute only, and one may compile for much longer than another.
+    """
+
+    def __init__(self, meet: Callable[[], object]) -> None:
+        self._meet = meet
         self.num_compiled = 0
         """Programs that did not exist in this process."""
         self.compile_s = 0.0
@@ -36,6 +42,7 @@ class Compiler:
             _PROGRAMS[key] = lower(*args).compile()
             self.compile_s += time.perf_counter() - start
             self.num_compiled += 1
+            self._meet()
         return _PROGRAMS[key](*args)
 
 

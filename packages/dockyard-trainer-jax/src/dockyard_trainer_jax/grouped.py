@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-PRODUCT = "grouped_product"
-"""Name under which a checkpoint's policy may keep these products, as it would keep plain ones."""
+from dockyard_trainer_jax.layers import KEPT
 
 _MAX_BLOCK_ROWS = 512
 _MIN_BLOCK_ROWS = 8
@@ -61,7 +60,7 @@ def _block_rows(num_rows: int, num_groups: int) -> int:
 
 def grouped_product(x_NSI: Array, weight_GOI: Array, group_N: Array) -> Array:
     """y[n] = x[n] W[group[n]]^T, [N, S, O]."""
-    return checkpoint_name(_product(x_NSI, weight_GOI, group_N), PRODUCT)
+    return checkpoint_name(_product(x_NSI, weight_GOI, group_N), KEPT)
 
 
 @jax.custom_vjp

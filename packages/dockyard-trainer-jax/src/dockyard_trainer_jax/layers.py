@@ -12,8 +12,48 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 Stack = tuple[int, ...]
+
+
+KEPT = "kept"
+"""Name of what the backward pass of a block does not compute again: products, and attention's probabilities."""
+
+
+def contract(subscripts: str, left: Array, right: Array, dtype: DTypeLike | None = None) -> Array:
+    """A product of two arrays; ``dtype`` of the sum and the result, None = theirs.
+
+    An accelerator would otherwise shorten the factors of float32 products; what is set around a function does not
+    reach the gradient of its own that it may have.
+    """
+    precision = jax.lax.Precision.HIGHEST if left.dtype in (jnp.float32, jnp.float64) else None
+    return jnp.einsum(subscripts, left, right, precision=precision, preferred_element_type=dtype)
+
+
+@jax.custom_vjp
+def product(x: Array, weight_OI: Array) -> Array:
+    """x W^T, [..., I] -> [..., O]."""
+    return contract("...i,oi->...o", x, weight_OI)
+
+
+def _product_forward(x: Array, weight_OI: Array) -> tuple[Array, tuple[Array, Array]]:
+    return product(x, weight_OI), (x, weight_OI)
+
+
+def _product_backward(saved: tuple[Array, Array], pull: Array) -> tuple[Array, Array]:
+    """The usual gradients. XLA transposes the left factor of a product over rows, and computes it anew, element by
+    element, while it does: so the narrower one is on the left."""
+    x, weight_OI = saved
+    if x.shape[-1] <= pull.shape[-1]:
+        grad_OI = contract("...i,...o->io", x, pull).T
+    else:
+        grad_OI = contract("...o,...i->oi", pull, x)
+    return contract("...o,oi->...i", pull, weight_OI), grad_OI
+
+
+product.defvjp(_product_forward, _product_backward)
 
 
 class Linear(nnx.Module):
@@ -25,7 +65,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """[..., I] -> [..., O], in the dtype of x."""
-        y = jnp.einsum("...i,oi->...o", x, self.weight[...].astype(x.dtype))
+        y = checkpoint_name(product(x, self.weight[...].astype(x.dtype)), KEPT)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 

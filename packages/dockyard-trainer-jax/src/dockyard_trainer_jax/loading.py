@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from dockyard_trainer_jax.sharding import check_divides, sharding_of
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_NUM_SAMPLES = 256
+_SAMPLE_BYTES = 4096
 
 Shapes = Mapping[str, tuple[int, ...]]
 Box = tuple[slice, ...]
@@ -78,6 +81,18 @@ def weight_files(model_dir: Path) -> Iterator[WeightFiles]:
         yield WeightFiles(file_of, stack)
 
 
+def sampled_checksum(model_dir: Path) -> int:
+    """Of the weights' files, of which it reads a little everywhere: enough to tell two models apart."""
+    total = 0
+    for path in sorted(model_dir.glob("*.safetensors")):
+        total = zlib.crc32(f"{path.name} {path.stat().st_size}".encode(), total)
+        with path.open("rb") as file:
+            for number in range(_NUM_SAMPLES):
+                file.seek(path.stat().st_size * number // _NUM_SAMPLES)
+                total = zlib.crc32(file.read(_SAMPLE_BYTES), total)
+    return total
+
+
 def _opened(path: Path) -> Any:
     try:
         return safe_open(path, "np")
@@ -116,20 +131,29 @@ def load_weights(model: CausalLM, model_dir: Path) -> None:
     with weight_files(model_dir) as files:
         _check_same(shapes, files, model.config, model_dir)
         for name, param in params.items():
-            param.set_value(_load_one(name, shapes[name], sharding_of(name, mesh), files))
+            param.set_value(load_array(name, shapes[name], sharding_of(name, mesh), files.read))
     nnx.update(model, state)
 
 
-def _load_one(name: str, shape: tuple[int, ...], sharding: jax.sharding.Sharding, files: WeightFiles) -> jax.Array:
+def load_array(
+    name: str, shape: tuple[int, ...], sharding: jax.sharding.Sharding, read: Callable[[str, Box], np.ndarray]
+) -> jax.Array:
+    """A parameter, or what lies as it does, in float32; each device's part is read by itself.
+
+    Args:
+        name: of the parameter.
+        shape: its own, with its stacked dimensions.
+        sharding: where it is to lie.
+        read: gives a block of a Hugging Face tensor.
+    """
     part_at = {part.indices: part for part in parts_of(name, shape)}
     num_leading = num_stacked(name)
-    read: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}  # devices may hold copies of one block
 
+    # Devices with copies of one block get one each: an array of JAX may share memory with numpy's, and a step takes
+    # that of its parameters.
     def block(index: Box | None) -> np.ndarray:
         ranges = tuple(one.indices(size) for one, size in zip(index or (), shape, strict=True))
-        if ranges not in read:
-            read[ranges] = _read_block(ranges, num_leading, part_at, files)
-        return read[ranges]
+        return _read_block(ranges, num_leading, part_at, read)
 
     return jax.make_array_from_callback(shape, sharding, block, dtype=np.float32)
 
@@ -138,14 +162,14 @@ def _read_block(
     ranges: tuple[tuple[int, int, int], ...],
     num_leading: int,
     part_at: Mapping[tuple[int, ...], Part],
-    files: WeightFiles,
+    read: Callable[[str, Box], np.ndarray],
 ) -> np.ndarray:
     leading, trailing = ranges[:num_leading], ranges[num_leading:]
     box = tuple(slice(start, stop) for start, stop, _ in trailing)
     values = np.empty([stop - start for start, stop, _ in ranges], np.float32)
     for indices in itertools.product(*(range(start, stop) for start, stop, _ in leading)):
         target = tuple(number - start for number, (start, _, _) in zip(indices, leading, strict=True))
-        values[target] = files.read(part_at[indices].name, box)
+        values[target] = read(part_at[indices].name, box)
     return values
 
 

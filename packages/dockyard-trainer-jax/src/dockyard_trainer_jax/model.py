@@ -17,18 +17,12 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dockyard_trainer_jax.attention import Attention, AttentionInputs, attention_inputs
-from dockyard_trainer_jax.grouped import PRODUCT
-from dockyard_trainer_jax.layers import Embedding, Linear, Mlp, RmsNorm, Stack
+from dockyard_trainer_jax.attention import Attention, ModelInputs, Packed, PackedInputs, Shared
+from dockyard_trainer_jax.layers import KEPT, Embedding, Linear, Mlp, RmsNorm, Stack
 from dockyard_trainer_jax.model_config import ModelConfig
 from dockyard_trainer_jax.moe import SparseMlp
 
-PADDING_SEGMENT = -1
-"""Segment id of positions that hold no token."""
-
-_KEEP_PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable, jax.checkpoint_policies.save_only_these_names(PRODUCT)
-)
+_KEEP_PRODUCTS = jax.checkpoint_policies.save_only_these_names(KEPT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +51,7 @@ class Block(nnx.Module):
             else SparseMlp(width, config.moe, stack=stack)
         )
 
-    def __call__(self, x_BLD: Array, inputs: AttentionInputs, mesh: Mesh | None) -> Array:
+    def __call__(self, x_BLD: Array, inputs: Packed | Shared, mesh: Mesh | None) -> Array:
         """[B, L, D] -> [B, L, D]."""
         x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), inputs)
         normed_BLD = self.post_attention_layernorm(x_BLD)
@@ -94,22 +88,24 @@ def output_embedding(model: CausalLM) -> Array:
     return model.model.embed_tokens.weight[...] if model.lm_head is None else model.lm_head.weight[...]
 
 
-def hidden(model: CausalLM, token_ids_BL: Array, position_ids_BL: Array, segment_ids_BL: Array) -> Array:
-    """Hidden states [B, L, D] after the last norm, in the dtype of ``options``.
-
-    A position sees those at or before it in its row that have its segment id, so that the sequences of a packed
-    row are as if alone; padding has the segment id -1.
-    """
+def hidden(model: CausalLM, inputs: ModelInputs) -> Array:
+    """Hidden states after the last norm, in the dtype of ``options``: [B, L, D] of packed rows, [P L + N S, D] of
+    prefixes and suffixes."""
     options = model.options
     dtype = jnp.dtype(options.dtype)
     # An accelerator would otherwise shorten the factors of float32 products.
     with jax.default_matmul_precision("highest" if options.dtype == "float32" else "default"):
-        inputs = attention_inputs(model.config, position_ids_BL, segment_ids_BL, dtype)
-        x_BLD = _by_rows(model.model.embed_tokens(token_ids_BL).astype(dtype), options.mesh)
-        return model.model.norm(_through_layers(model.model.layers, x_BLD, inputs, options))
+        rows: Packed | Shared
+        if isinstance(inputs, PackedInputs):
+            rows, token_ids = Packed.of(model.config, inputs, dtype), inputs.token_ids_BL
+        else:
+            rows = Shared.of(model.config, inputs, dtype)
+            token_ids = jnp.concatenate([inputs.prefix_ids_PL.reshape(-1), inputs.suffix_ids_NS.reshape(-1)])
+        x = _by_rows(model.model.embed_tokens(token_ids).astype(dtype), options.mesh)
+        return model.model.norm(_through_layers(model.model.layers, x, rows, options))
 
 
-def _through_layers(layers: Block, x_BLD: Array, inputs: AttentionInputs, options: ComputeOptions) -> Array:
+def _through_layers(layers: Block, x_BLD: Array, inputs: Packed | Shared, options: ComputeOptions) -> Array:
     graph, stacked = nnx.split(layers)
 
     def one_layer(x_BLD: Array, state: nnx.State) -> tuple[Array, None]:

@@ -8,7 +8,9 @@ a sum over ``tp`` are small, and whole on every device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import TYPE_CHECKING
 
 import jax
@@ -18,6 +20,8 @@ from dockyard_core.errors import ConfigError
 from dockyard_trainer_jax.names import num_stacked
 
 if TYPE_CHECKING:
+    from jax import Array
+
     from dockyard_trainer_jax.model_config import ModelConfig
 
 AXES = ("fsdp", "tp")
@@ -39,6 +43,11 @@ TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     ("*.down_proj.bias", (None,)),
     ("*.mlp.gate.weight", (None, "fsdp")),
     ("*norm.weight", (None,)),
+    # Of adapters: A has the layer's inputs, B its outputs, and neither is dealt by rank.
+    *((f"*.{name}.lora_A", (None, "tp")) for name in ("o_proj", "down_proj")),
+    *((f"*.{name}.lora_B", ("fsdp", None)) for name in ("o_proj", "down_proj")),
+    ("*.lora_A", (None, "fsdp")),
+    ("*.lora_B", ("tp", None)),
 )
 """Pattern of a name -> axis of each dimension of the Hugging Face tensor; the first match counts."""
 
@@ -75,6 +84,25 @@ def sharding_of(name: str, mesh: Mesh | None) -> jax.sharding.Sharding:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Where the rows of a batch lie."""
     return NamedSharding(mesh, PartitionSpec("fsdp"))
+
+
+@cache
+def _gather(everywhere: NamedSharding) -> Callable[[Array], Array]:
+    gather: Callable[[Array], Array] = jax.jit(lambda array: array, out_shardings=everywhere)
+    return gather
+
+
+def whole_here(array: Array, sharding: jax.sharding.Sharding) -> Array:
+    """The array on the first device of this process, gathered from all (collective).
+
+    Args:
+        array: over the devices of ``sharding``, in whatever way.
+        sharding: of a parameter.
+    """
+    if isinstance(sharding, NamedSharding) and not sharding.is_fully_addressable:
+        return _gather(NamedSharding(sharding.mesh, PartitionSpec()))(array).addressable_data(0)
+    first = min(sharding.addressable_devices, key=lambda device: device.id)
+    return jax.device_put(array, first)
 
 
 def check_divides(config: ModelConfig, *, fsdp: int, tp: int) -> None:

@@ -1,170 +1,149 @@
-"""The state of a policy at one moment, held in host memory, and the directory it is written to and restored from.
+"""The state of a policy at one moment, held in host memory, and the directories it is written to.
 
-<directory>/                                         as the PyTorch trainer writes it for one rank
-  config.json, model.safetensors, tokenizer files    a Hugging Face model, weights in float32
-  optimizer.safetensors                              moments, by weight name
-  trainer.json                                       format, version, updates, counters
+Their layout is that of ``dockyard_core.checkpoint_format``. With frozen parameters (a base under adapters) the files of
+one process hold what is trained, and are no Hugging Face model; `export` writes one.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
-import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
-from dockyard_core.errors import UserError
-from dockyard_trainer_jax.disk import save_tensors, write_aside
-from dockyard_trainer_jax.optim import MOMENTS
-from dockyard_trainer_jax.weights import ModelSource, on_host, ordered_places, write_hf
+from dockyard_core.checkpoint_format import file_name
+from dockyard_core.directories import WrittenFile, link_or_copy, write_aside, write_new_files
+from dockyard_trainer_jax.disk import save_tensors
+from dockyard_trainer_jax.exported import ExportedWeights, copy_exported
+from dockyard_trainer_jax.sharded_files import TensorShard, save_shards
+from dockyard_trainer_jax.state import copy_state
+from dockyard_trainer_jax.weights import ModelSource, write_hf
 
 if TYPE_CHECKING:
     from dockyard_trainer_jax.policy import JaxPolicy
-    from dockyard_trainer_jax.step import Params
-
-FORMAT = 2
-_COUNTERS = ("version", "num_updates", "num_skipped_steps")
 
 
-class JaxSnapshot:
-    """Implements ``dockyard_core.policy.PolicySnapshot`` for one process.
+def take(policy: JaxPolicy, *, for_export: bool = True) -> JaxSnapshot | ShardedSnapshot:
+    """Copy this process's state into host memory (collective).
 
-    It shares no memory with the policy. Its methods are for one thread at a time.
+    Args:
+        for_export: also gather the whole tensors that `export` writes. Without, nothing is gathered, and several
+            processes have nothing to export.
     """
+    if policy.ranks.world_size > 1:
+        return ShardedSnapshot(policy, copy_exported(policy) if for_export else None)
+    return JaxSnapshot(policy, copy_exported(policy) if for_export and policy.frozen else None)
 
-    def __init__(self, policy: JaxPolicy) -> None:
-        self._weights = on_host(policy.params)
-        state = policy.state
-        self._moments = {
-            f"{moment}.{name}": array for moment in MOMENTS for name, array in on_host(getattr(state, moment)).items()
-        }
+
+class _Snapshot:
+    """What both kinds hold. It shares no memory with the policy; its methods are for one thread at a time."""
+
+    def __init__(self, policy: JaxPolicy, exported: ExportedWeights | None) -> None:
+        self._state = copy_state(policy)
+        self._exported = exported
         self._source: ModelSource = policy.source
         self._export_dtype: str = policy.config.dtype
-        self._meta: dict[str, Any] = {
-            "format": FORMAT,
-            "version": policy.version,
-            "num_updates": policy.num_updates,
-            "num_skipped_steps": policy.num_skipped_steps,
-            "world_size": 1,
-            "save": secrets.token_hex(8),
-            "frozen": {},
-            "shapes": sorted(policy.shapes),
-            "config": policy.config.model_dump(mode="json"),
-        }
+
+    def _write_meta(self, path: Path) -> None:
+        path.write_text(json.dumps(self._state.meta, indent=2) + "\n")
+
+
+class JaxSnapshot(_Snapshot):
+    """Implements ``dockyard_core.policy.PolicySnapshot`` for one process, whatever devices it has."""
+
+    def __init__(self, policy: JaxPolicy, exported: ExportedWeights | None) -> None:
+        super().__init__(policy, exported)
+        self._is_model = not policy.frozen
+        """Whether the state is all weights; then there is nothing else to export."""
+        self._written: WrittenFile | None = None
+        """Where the float32 weights are on disk."""
 
     def write(self, directory: Path) -> None:
         """Write aside, fsync, rename; an existing directory is replaced.
 
         Raises OSError when the disk does not take it; ``directory`` is then as it was.
         """
-        write_aside(Path(directory), self._write_files)
+        write_aside(directory, self._write_files)
+        self._written = WrittenFile.of(directory / "model.safetensors")
 
     def export(self, directory: Path) -> None:
-        """Write a Hugging Face model in the policy's dtype, aside like `write`. Raises OSError."""
-        dtype = self._export_dtype
-        weights = {name: array.astype(jnp.dtype(dtype)) for name, array in self._weights.items()}
-        write_aside(
-            Path(directory),
-            lambda aside: write_hf(self._source, aside, lambda path: save_tensors(weights, path), dtype),
-        )
+        """Write a Hugging Face model in the policy's dtype, aside like `write`. Raises OSError.
+
+        When that is float32, its weights are the very bytes that `write` has written: they become a hard
+        link to them, or a copy on a file system without links.
+        """
+        write_aside(directory, lambda aside: write_hf(self._source, aside, self._export_weights, self._export_dtype))
+
+    @property
+    def _weights(self) -> dict[str, TensorShard]:
+        return self._state.files[0].weights
 
     def _write_files(self, aside: Path) -> None:
-        write_hf(self._source, aside, lambda path: save_tensors(self._weights, path), "float32")
-        save_tensors(self._moments, aside / "optimizer.safetensors", {"save": self._meta["save"]})
-        (aside / "trainer.json").write_text(json.dumps(self._meta, indent=2) + "\n")
+        if self._is_model:
+            write_hf(self._source, aside, self._write_weights, "float32")
+        else:
+            self._write_weights(aside / "model.safetensors")
+        save_shards(self._state.files[0].moments, aside / "optimizer.safetensors", {"save": self._state.meta["save"]})
+        self._write_meta(aside / "trainer.json")
+
+    def _write_weights(self, path: Path) -> None:
+        # Without the name of the save: equal weights are equal files, wherever they were exported.
+        save_tensors({name: shard.array for name, shard in self._weights.items()}, path)
+
+    def _export_weights(self, path: Path) -> None:
+        written = self._written
+        if self._exported is not None:
+            save_tensors(self._exported.tensors, path)
+        elif self._export_dtype == "float32" and written is not None and written.is_there:
+            link_or_copy(written.path, path)
+        else:
+            dtype = jnp.dtype(self._export_dtype)
+            save_tensors({name: shard.array.astype(dtype) for name, shard in self._weights.items()}, path)
 
 
-class Restored(NamedTuple):
-    """What a checkpoint holds, in host memory, under the policy's own names."""
+class ShardedSnapshot(_Snapshot):
+    """Implements ``dockyard_core.policy.PolicySnapshot`` for one of several processes.
 
-    params: dict[str, np.ndarray]
-    moments: dict[str, np.ndarray]
-    """``<moment>.<parameter>``."""
-    counters: Mapping[str, int]
-    shapes: list[Any]
-    """Shapes that steps were compiled for before."""
-
-
-def read_checkpoint(directory: Path, params: Params) -> Restored:
-    """Read what a snapshot of one rank has written, here or in the PyTorch trainer.
-
-    Raises UserError when the directory is no checkpoint, lacks files, is of another format, or holds other tensors.
+    Each process writes files of its own, a pair for each of its devices, and waits for no other, so that the
+    processes may write into one directory at the same time. It is complete when every process has returned.
     """
-    meta = _read_meta(directory)
-    held = _read_tensors(directory / "model.safetensors") | _read_tensors(directory / "optimizer.safetensors")
-    held = {name: array for name, array in held.items() if not name.startswith(("rng", "cuda_rng"))}
-    wanted = _shapes_of(params)
-    different = wanted.items() ^ {(name, array.shape) for name, array in held.items()}
-    if different:
-        raise UserError(
-            f"a checkpoint must hold the policy's tensors, got {len(different)} differences in {str(directory)!r}, "
-            f"first {min(different)}; restore it with the model it was made from"
-        )
-    return Restored(
-        params=_stacked(params, held, ""),
-        moments={
-            f"{moment}.{name}": array
-            for moment in MOMENTS
-            for name, array in _stacked(params, held, f"{moment}.").items()
-        },
-        counters={name: int(meta[name]) for name in _COUNTERS},
-        shapes=meta.get("shapes", []),
-    )
 
+    def __init__(self, policy: JaxPolicy, exported: ExportedWeights | None) -> None:
+        super().__init__(policy, exported)
+        self._rank = policy.ranks.rank
 
-def _shapes_of(params: Params) -> dict[str, tuple[int, ...]]:
-    weights = {part.name: tuple(params[name].shape)[len(part.indices) :] for name, part in ordered_places(params)}
-    moments = {f"{moment}.{name}": shape for moment in MOMENTS for name, shape in weights.items()}
-    return weights | moments
+    def write(self, directory: Path) -> None:
+        """Write this process's files, each aside, with fsync and rename, into a directory without a checkpoint.
 
+        Raises OSError when the disk does not take them, or when files of a checkpoint are there already; this
+        process's files are then gone again.
+        """
+        files: dict[str, Callable[[Path], None]] = {}
+        for rank, pair in self._state.files.items():
+            files[self._name("model", rank)] = self._writer(pair.weights)
+            files[self._name("optimizer", rank)] = self._writer(pair.moments)
+        if self._rank == 0:
+            files["trainer.json"] = self._write_meta
+        write_new_files(directory, files, unless="model.safetensors")
 
-def _stacked(params: Params, held: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    whole = {name: np.empty(param.shape, np.float32) for name, param in params.items()}
-    for name, part in ordered_places(params):
-        whole[name][part.indices] = held[prefix + part.name]
-    return whole
+    def export(self, directory: Path) -> None:
+        """Write this process's file of a sharded Hugging Face model in the policy's dtype; process 0 the rest.
 
+        Raises OSError like `write`.
+        """
+        exported = self._exported
+        assert exported is not None, "taken for a save only"
+        files: dict[str, Callable[[Path], None]] = {}
+        if exported.file is not None:
+            files[exported.file] = lambda path: save_tensors(exported.tensors, path)
+        write_new_files(directory, files, unless="model.safetensors")
+        if self._rank == 0:
+            write_hf(self._source, directory, lambda path: exported.dealt.write_index(path.parent), self._export_dtype)
 
-def _read_meta(directory: Path) -> dict[str, Any]:
-    path = directory / "trainer.json"
-    if not path.is_file():
-        raise UserError(f"a checkpoint has trainer.json, got {str(directory)!r}; give a directory written by save")
-    try:
-        meta: dict[str, Any] = dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise UserError(
-            f"trainer.json must be as save wrote it, got {str(path)!r} ({error!r}); copy it again, or restore another"
-        ) from error
-    if meta.get("format") != FORMAT:
-        raise UserError(
-            f"checkpoint format must be {FORMAT}, got {meta.get('format')!r}; restore it with its own release"
-        )
-    missing = {*_COUNTERS, "world_size", "frozen"} - meta.keys()
-    if missing:
-        raise UserError(
-            f"trainer.json must be as save wrote it, got {str(path)!r} without {min(missing)!r}; restore another save"
-        )
-    if meta["world_size"] != 1 or meta["frozen"]:
-        raise UserError(
-            "a JAX policy restores what one rank wrote of a model that is trained whole, got "
-            f"{meta['world_size']} ranks and {len(meta['frozen'])} frozen tensors; restore and save it on one rank of "
-            "the PyTorch trainer first"
-        )
-    return meta
+    def _name(self, kind: str, rank: int) -> str:
+        return file_name(kind, rank, self._state.meta["world_size"])
 
-
-def _read_tensors(path: Path) -> dict[str, np.ndarray]:
-    try:
-        tensors: dict[str, np.ndarray] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"a checkpoint's files must be whole safetensors, got {str(path)!r} ({error}); copy it again, or "
-            "restore another save"
-        ) from error
-    return tensors
+    def _writer(self, shards: dict[str, TensorShard]) -> Callable[[Path], None]:
+        return lambda path: save_shards(shards, path, {"save": self._state.meta["save"]})

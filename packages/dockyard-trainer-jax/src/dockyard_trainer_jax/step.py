@@ -83,23 +83,26 @@ class Totals(NamedTuple):
 def _token_logprobs(spec: ModelSpec, params: Params, batch: PaddedBatch, temperature: Array) -> tuple[Array, Array]:
     """Log-probabilities and entropies [F M]; 0 at padding."""
     model = spec.bound(params)
-    hidden_BLD = hidden(model, batch.token_ids_BL, batch.position_ids_BL, batch.segment_ids_BL)
+    states = hidden(model, batch.inputs)
+    num_blocks, width = batch.mask_FM.shape[0], states.shape[-1]
 
-    def of_block(hidden_ND: Array, predictors_M: Array) -> Array:
-        return hidden_ND.at[predictors_M].get(mode="promise_in_bounds", unique_indices=True)
+    def of_block(hidden_ND: Array, predictors_U: Array) -> Array:
+        return hidden_ND.at[predictors_U].get(mode="promise_in_bounds", unique_indices=batch.distinct_FM is None)
 
     # Block by block: each device reads its own rows only.
-    width = hidden_BLD.shape[-1]
-    hidden_FND = hidden_BLD.reshape(batch.mask_FM.shape[0], -1, width)
-    hidden_FMD = jax.vmap(of_block)(hidden_FND, batch.predictors_FM)
-    return chunked_logprobs(
-        hidden_FMD.reshape(-1, width),
+    hidden_FUD = jax.vmap(of_block)(states.reshape(num_blocks, -1, width), batch.predictors_FU)
+    logprobs_N, entropy_N = chunked_logprobs(
+        hidden_FUD.reshape(-1, width),
         output_embedding(model),
-        batch.target_ids_FM.reshape(-1),
-        batch.mask_FM.reshape(-1),
+        batch.target_ids_FU.reshape(-1),
+        batch.is_scored_FU.reshape(-1),
         temperature=temperature,
         chunk_tokens=spec.chunk_tokens,
     )
+    if batch.distinct_FM is None:
+        return logprobs_N, entropy_N
+    distinct_M, mask_M = batch.distinct_FM.reshape(-1), batch.mask_FM.reshape(-1)
+    return jnp.where(mask_M, logprobs_N[distinct_M], 0.0), jnp.where(mask_M, entropy_N[distinct_M], 0.0)
 
 
 def score(params: Params, batch: PaddedBatch, temperature: Array, *, spec: ModelSpec) -> Array:
@@ -108,9 +111,9 @@ def score(params: Params, batch: PaddedBatch, temperature: Array, *, spec: Model
 
 
 def _loss_of(
-    params: Params, batch: PaddedBatch, numbers: StepNumbers, spec: ModelSpec, loss: LossConfig
+    params: Params, frozen: Params, batch: PaddedBatch, numbers: StepNumbers, spec: ModelSpec, loss: LossConfig
 ) -> tuple[Array, LossTerms]:
-    logprobs_M, entropy_M = _token_logprobs(spec, params, batch, numbers.temperature)
+    logprobs_M, entropy_M = _token_logprobs(spec, params | frozen, batch, numbers.temperature)
 
     def flat(values_FM: Array | None) -> Array | None:
         return None if values_FM is None else values_FM.reshape(-1)
@@ -131,10 +134,20 @@ def _loss_of(
 
 
 def added(
-    totals: Totals, params: Params, batch: PaddedBatch, numbers: StepNumbers, *, spec: ModelSpec, loss: LossConfig
+    totals: Totals,
+    params: Params,
+    frozen: Params,
+    batch: PaddedBatch,
+    numbers: StepNumbers,
+    *,
+    spec: ModelSpec,
+    loss: LossConfig,
 ) -> Totals:
-    """The totals with those of one more micro-batch (pure; compile it, and give it the memory of ``totals``)."""
-    (_, terms), grads = jax.value_and_grad(_loss_of, has_aux=True)(params, batch, numbers, spec, loss)
+    """The totals with those of one more micro-batch (pure; compile it, and give it the memory of ``totals``).
+
+    There are gradients of ``params`` only; ``frozen`` has the rest of the model's parameters, if any.
+    """
+    (_, terms), grads = jax.value_and_grad(_loss_of, has_aux=True)(params, frozen, batch, numbers, spec, loss)
     found = {
         "offpolicy_abs_diff_max": terms.offpolicy_abs_diff_max,
         "mismatch_abs_diff_max": terms.mismatch_abs_diff_max,

@@ -1,4 +1,4 @@
-"""Weights under their Hugging Face names: the manifest, the stream, and the export.
+"""Weights under their Hugging Face names: the manifest, the stream, and what else a model directory holds.
 
 A tied output embedding appears once, under the name of the input embedding, as it does in a saved checkpoint.
 """
@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from dockyard_core.policy import WeightChunk, WeightSink
 from dockyard_core.refit import TensorSpec
-from dockyard_trainer_jax.disk import save_tensors, write_aside
+from dockyard_trainer_jax.lora import adapters_beside, base_of, merged_part
 from dockyard_trainer_jax.names import Part, num_stacked, parts_of, shape_of
+from dockyard_trainer_jax.sharding import whole_here
 
 if TYPE_CHECKING:
+    from dockyard_core.optimizer_config import LoraConfig
     from dockyard_trainer_jax.policy import JaxPolicy
+    from dockyard_trainer_jax.ranks import Ranks
     from dockyard_trainer_jax.step import Params
 
 _COPIED = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template", "generation_config")
@@ -68,7 +70,7 @@ def _rank(place: Place) -> tuple[int, ...]:
 
 def weight_manifest(policy: JaxPolicy) -> tuple[TensorSpec, ...]:
     """Names, dtypes and whole shapes of what ``policy.stream_weights`` hands out, in its order."""
-    params = policy.params
+    params = base_of(policy.params | policy.frozen)
     return tuple(
         TensorSpec(place.part.name, policy.config.dtype, shape_of(place.part, tuple(params[place.param].shape)))
         for place in ordered_places(params)
@@ -83,25 +85,26 @@ def _part_of(param: Array, indices: Array, dtype: str) -> Array:
     return param.astype(dtype)
 
 
-def hf_tensors(params: Params, dtype: str) -> Iterator[tuple[str, Array]]:
-    """Whole tensors by Hugging Face name on one device, in the manifest's order; one exists at a time."""
-    device = min(next(iter(params.values())).devices(), key=lambda device: device.id)
-    for name, part in ordered_places(params):
-        tensor = _part_of(params[name], np.asarray(part.indices, np.int32), dtype)
-        yield part.name, jax.device_put(tensor, device)
+def hf_tensors(params: Params, dtype: str, lora: LoraConfig | None) -> Iterator[tuple[str, Array]]:
+    """Whole tensors by Hugging Face name on one device, in the manifest's order, adapters merged; one at a time."""
+    sharding = next(iter(params.values())).sharding
+    for name, part in ordered_places(base_of(params)):
+        adapters = adapters_beside(name, params)
+        if adapters is None or lora is None:
+            tensor = _part_of(params[name], np.asarray(part.indices, np.int32), dtype)
+        else:
+            tensor = merged_part(params[name], adapters, part, scale=lora.scale, dtype=dtype)
+        yield part.name, whole_here(tensor, sharding)
 
 
-def stream(params: Params, sink: WeightSink, *, dtype: str) -> None:
-    """Hand whole tensors to the sink. Raises what the sink raises."""
-    for name, tensor in hf_tensors(params, dtype):
-        sink(WeightChunk(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor))
+def stream(params: Params, sink: WeightSink, *, dtype: str, lora: LoraConfig | None, ranks: Ranks) -> None:
+    """Hand whole tensors to this process's sink; when any process's sink raises, every process raises.
 
-
-def on_host(params: Params) -> dict[str, np.ndarray]:
-    """A copy by Hugging Face name, in the manifest's order."""
-    # On a CPU, an array of JAX and one of numpy may share memory, which the next step takes.
-    whole = {name: np.array(param) for name, param in params.items()}
-    return {part.name: whole[name][part.indices] for name, part in ordered_places(whole)}
+    Raises what the sink raised on the process where it did, RuntimeError on the others.
+    """
+    for name, tensor in hf_tensors(params, dtype, lora):
+        with ranks.together(RuntimeError(f"the weight sink of another rank raised at {name!r}; see that rank's error")):
+            sink(WeightChunk(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor))
 
 
 class ModelSource(NamedTuple):
@@ -134,16 +137,3 @@ def write_hf(source: ModelSource, directory: Path, write_weights: Callable[[Path
     for path in sorted(source.model_dir.iterdir()):
         if path.is_file() and path.name.startswith(_COPIED):
             shutil.copyfile(path, directory / path.name)
-
-
-def export_hf(policy: JaxPolicy, directory: Path) -> None:
-    """Write config, safetensors and the source's tokenizer files: what AutoModelForCausalLM and engines load.
-
-    Weights are in ``config.dtype``. Raises OSError; ``directory`` is then as it was.
-    """
-    dtype = policy.config.dtype
-    tensors = {name: array.astype(jnp.dtype(dtype)) for name, array in on_host(policy.params).items()}
-    write_aside(
-        directory,
-        lambda aside: write_hf(policy.source, aside, lambda path: save_tensors(tensors, path), dtype),
-    )

@@ -1,0 +1,91 @@
+"""Attention against JAX's own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from dockyard_trainer_jax import attending
+from dockyard_trainer_jax.attending import attend
+
+ROWS, SIZE, ASKED, HEADS, GROUPS, WIDTH = 3, 11, 37, 4, 2, 8
+
+
+def inputs(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    queries = rng.normal(size=(ROWS, SIZE, HEADS, WIDTH)).astype(dtype)
+    keys, values = (rng.normal(size=(ROWS, ASKED, GROUPS, WIDTH)).astype(dtype) for _ in range(2))
+    is_visible = rng.random((ROWS, SIZE, ASKED)) < 0.4
+    is_visible[:, :, 5] = True
+    return queries, keys, values, is_visible
+
+
+def plain(queries, keys, values, is_visible):
+    return jax.nn.dot_product_attention(queries, keys, values, mask=is_visible[:, None])
+
+
+def value_and_gradients(function, queries, keys, values, is_visible):
+    weights = np.random.default_rng(1).normal(size=queries.shape).astype(np.float32)
+    total = jax.jit(
+        jax.value_and_grad(lambda *x: (function(*x, is_visible).astype(jnp.float32) * weights).sum(), (0, 1, 2))
+    )
+    return total(queries, keys, values)
+
+
+@pytest.fixture(params=["short", "long", "long, in chunks"])
+def form(request, monkeypatch) -> str:
+    if request.param != "short":
+        monkeypatch.setattr(attending, "_LONG", 0)
+    if request.param == "long, in chunks":  # of four queries, and the last is filled up
+        monkeypatch.setattr(attending, "_CHUNK_SCORES", ROWS * HEADS * ASKED * 4)
+    return request.param
+
+
+def test_values_and_gradients_are_those_of_plain_attention(form) -> None:
+    given = inputs()
+    for ours, theirs in zip(
+        jax.tree.leaves(value_and_gradients(attend, *given)),
+        jax.tree.leaves(value_and_gradients(plain, *given)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-6 * np.abs(theirs).max())
+
+
+def test_bfloat16_rounds_what_it_multiplies_and_no_more(form) -> None:
+    exact = value_and_gradients(plain, *inputs())[1]
+    queries, keys, values, is_visible = inputs()
+    halves = value_and_gradients(attend, *(x.astype(jnp.bfloat16) for x in (queries, keys, values)), is_visible)[1]
+    for ours, wanted in zip(halves, exact, strict=True):
+        assert ours.dtype == jnp.bfloat16
+        np.testing.assert_allclose(ours.astype(np.float32), wanted, atol=0.03 * np.abs(wanted).max())
+
+
+def test_large_scores_overflow_nothing(form) -> None:
+    queries, keys, values, is_visible = inputs()
+    mixed = attend(queries * 1000, keys, values, is_visible)
+    assert np.isfinite(mixed).all()
+    np.testing.assert_allclose(mixed, plain(queries * 1000, keys, values, is_visible), atol=1e-3)
+
+
+def largest_temporary(function, *given) -> int:
+    """Elements of the largest array that the gradient of a function makes."""
+
+    def sizes(jaxpr):
+        for equation in jaxpr.eqns:
+            yield from (np.prod(var.aval.shape, dtype=int) for var in equation.outvars)
+            for inner in jaxprs_in_params(equation.params):
+                yield from sizes(inner)
+
+    *arrays, is_visible = given
+    graph = jax.make_jaxpr(jax.grad(lambda *x: function(*x, is_visible).sum(), (0, 1, 2)))(*arrays)
+    return max(sizes(graph.jaxpr))
+
+
+def test_long_rows_never_have_all_their_scores_at_one_time(monkeypatch) -> None:
+    given = inputs()
+    scores = ROWS * HEADS * SIZE * ASKED
+    assert largest_temporary(attend, *given) == scores
+    monkeypatch.setattr(attending, "_LONG", 0)
+    monkeypatch.setattr(attending, "_CHUNK_SCORES", ROWS * HEADS * ASKED * 2)
+    assert largest_temporary(attend, *given) < scores / 2
