@@ -99,6 +99,26 @@ def test_a_configuration_that_does_not_load_hides_nothing_of_the_machine(
     assert found["data.train"]["status"] == "ok"
 
 
+@pytest.mark.ci
+def test_the_backend_that_trains_is_looked_at(
+    broken_engines: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["doctor", "--json"])
+    assert "jax" not in findings(capsys.readouterr().out)
+    (tmp_path / "jax.py").write_text("__version__ = '0.10.2'\ndef devices(): return []\n")
+    main(["doctor", "--json", "policy.backend=jax"])
+    found = findings(capsys.readouterr().out)
+    assert found["jax"]["found"] == "0.10.2, on the CPU"
+    assert "dockyard-trainer-jax" in found["wheels"]["found"]
+    monkeypatch.setattr(doctor_module.preflight, "visible_gpus", lambda: 1)
+    main(["doctor", "--json", "policy.backend=jax", "cluster.trainer_gpus=1"])
+    found = findings(capsys.readouterr().out)
+    assert (found["jax"]["status"], found["jax"]["found"]) == ("warn", "0.10.2, which uses no GPU")
+    (tmp_path / "jax.py").write_text("raise ImportError('no jaxlib')\n")
+    main(["doctor", "--json", "policy.backend=jax"])
+    assert findings(capsys.readouterr().out)["jax"]["status"] == "fail"
+
+
 def test_a_cluster_is_asked_whether_it_answers(
     broken_engines: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

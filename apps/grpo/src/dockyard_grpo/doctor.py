@@ -32,15 +32,19 @@ _IMPORT_TIMEOUT_S = 12.0
 _LATE = "import takes more than"
 _CONNECT_TIMEOUT_S = 2.0
 _WHEELS = ("dockyard-grpo", "dockyard-core", "dockyard-inference", "dockyard-sandbox", "dockyard-trainer-torch")
+_JAX_WHEEL = "dockyard-trainer-jax"
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 _SYNC = "uv sync"
 _PROBE = """\
 import json, sys
 for name in sys.argv[1:]:
     try:
-        module = __import__(name)
-        cuda = module.cuda if name == "torch" else None
-        answer = [module.__version__, [cuda.get_device_name(i) for i in range(cuda.device_count())] if cuda else []]
+        module, devices = __import__(name), []
+        if name == "torch":
+            devices = [module.cuda.get_device_name(i) for i in range(module.cuda.device_count())]
+        if name == "jax":
+            devices = [device.device_kind for device in module.devices() if device.platform != "cpu"]
+        answer = [module.__version__, devices]
     except BaseException as error:
         answer = f"import fails: {type(error).__name__}: {error}"
     print(json.dumps([name, answer]), flush=True)
@@ -82,16 +86,19 @@ def doctor(file: Path | None, overrides: Sequence[str], *, as_json: bool = False
 
 def examine(file: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
     """Every finding; takes less than 20 s."""
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(3) as pool:
         config, problem = _load(file, overrides)
         engine = "vllm" if config.generation.backend == "vllm" else "transformers"
         engines, ray = pool.submit(_probe, "torch", engine), pool.submit(_probe, "ray")
+        jax = pool.submit(_probe, "jax") if config.policy.backend == "jax" else None
         yield Finding("ok", "python", f"{platform.python_version()} on {platform.platform()}")
-        yield from _wheels()
+        yield from _wheels(config)
         yield problem or Finding("ok", "configuration", "loads, no contradiction")
         yield from _files(config)
         yield _cores()
         yield from _devices(engines.result()["torch"])
+        if jax is not None:
+            yield _jax(config, jax.result()["jax"])
         if config.generation.backend == "sglang":
             yield _judge("engine", preflight.check_engine, config)
         else:
@@ -121,13 +128,14 @@ def _failed(name: str, error: UserError) -> Finding:
     return Finding("fail", name, found or mend, mend if found else "")
 
 
-def _wheels() -> Iterator[Finding]:
+def _wheels(config: Config) -> Iterator[Finding]:
     found, missing = [], []
-    for name in _WHEELS:
+    for name in (*_WHEELS, _JAX_WHEEL):
         try:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            missing.append(name)
+            if name != _JAX_WHEEL or config.policy.backend == "jax":
+                missing.append(name)
     yield Finding("ok", "wheels", ", ".join(found))
     if missing:
         yield Finding("fail", "wheels", f"not installed: {', '.join(missing)}", _SYNC)
@@ -135,7 +143,7 @@ def _wheels() -> Iterator[Finding]:
 
 def _files(config: Config) -> Iterator[Finding]:
     for name, check in preflight.CHECKS.items():
-        if name not in ("engine", "GPUs"):  # said with what their import tells
+        if name not in ("trainer", "engine", "GPUs"):  # said with what their import tells
             yield _judge(name, check, config)
     for key, value in (("data.train", config.data.train), ("data.validation", config.data.validation)):
         if value is not None:
@@ -171,6 +179,16 @@ def _devices(answer: Answer) -> Iterator[Finding]:
         )
     else:
         yield Finding("ok", "GPUs", ", ".join(gpus) or "none: everything runs on the CPU")
+
+
+def _jax(config: Config, answer: Answer) -> Finding:
+    if isinstance(answer, str):
+        return _not_imported("jax", answer, _SYNC)
+    jax_version, gpus = answer
+    if not gpus and preflight.visible_gpus() and config.cluster.trainer_gpus != 0:
+        mend = "install jax[cuda13] or jax[cuda12] beside it, or set cluster.trainer_gpus=0"
+        return Finding("warn", "jax", f"{jax_version}, which uses no GPU", mend)
+    return Finding("ok", "jax", f"{jax_version}, on {', '.join(gpus) or 'the CPU'}")
 
 
 def _engine(name: str, answer: Answer) -> Finding:

@@ -12,6 +12,9 @@ from dockyard_core.refit import ProbeDiff
 from dockyard_grpo.summary import GroupSummary, RolloutSummary
 from dockyard_grpo.usage import Usage
 
+_OF_A_COMPILER = ("num_compiled", "num_compiled_shapes", "compile_s")
+"""Programs, the shapes of micro-batches they are for, and seconds, since the trainer's process started: JAX's."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
@@ -120,6 +123,7 @@ def step_row(
         "step_s": times.step_s,
         "wall_s": times.wall_s,
         "tokens_per_s": sum(r.num_sampled_tokens for r in rollouts) / max(times.step_s, 1e-9),
+        **{name: trained.extra[name] for name in _OF_A_COMPILER if name in trained.extra},
     }
 
 

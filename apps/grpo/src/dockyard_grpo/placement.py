@@ -8,7 +8,7 @@ labels and no environment.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dockyard_core import ConfigError
 
@@ -33,6 +33,8 @@ class Fleet:
     gpus: int
     strategy: str
     num_threads: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What a member's process has besides, from its start."""
 
     @property
     def bundle(self) -> dict[str, float]:

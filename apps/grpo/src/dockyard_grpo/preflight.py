@@ -118,6 +118,12 @@ def check_reward(config: Config) -> str:
     return config.reward.kind
 
 
+def check_trainer(config: Config) -> str:
+    """Raise ConfigError unless what policy.backend requires is installed; returns its name."""
+    compose.check_trainer_installed(config)
+    return config.policy.backend
+
+
 def check_engine(config: Config) -> str:
     """Raise ConfigError unless what generation.backend requires is installed; returns what was found."""
     backend, had_ray = config.generation.backend, sys.modules.get("ray") is not None
@@ -265,6 +271,7 @@ CHECKS: Mapping[str, Callable[[Config], str]] = MappingProxyType(
         "model": check_model,
         "run directory": check_run_dir,
         "reward": check_reward,
+        "trainer": check_trainer,
         "engine": check_engine,
         "cluster": check_cluster,
         "GPUs": check_gpus,

@@ -13,6 +13,7 @@ from dockyard_core.refit import RefitEndpoint, RefitReport, RefitUpdate
 from dockyard_grpo import compose
 from dockyard_grpo.config import Config
 from dockyard_grpo.rollout_worker import RolloutWorker, SandboxFleet
+from dockyard_grpo.seams import Engine
 from dockyard_grpo.summary import GroupSummary, summarize
 from dockyard_grpo.throttle import Throttle, ThrottledGenerator, ThrottledSandbox
 from dockyard_grpo.tokenizer import HuggingFaceTokenizer
@@ -44,7 +45,7 @@ class InferenceWorker:
         self._attempt = attempt
         self._sandbox_urls = tuple(sandbox_urls)
         self._sandbox_token = sandbox_token
-        self._generator: compose.Engine | None = None
+        self._generator: Engine | None = None
         self._sandbox: SandboxFleet | None = None
         self._workers: dict[str, RolloutWorker] = {}
         self._generating = BusyClock()
@@ -129,7 +130,7 @@ class InferenceWorker:
         return HuggingFaceTokenizer(compose.model_path(self._config))
 
     @property
-    def _engine(self) -> compose.Engine:
+    def _engine(self) -> Engine:
         assert self._generator is not None, "start() comes first"
         return self._generator
 

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from dockyard_grpo import compose, scratch
 from dockyard_grpo.config import Config
+from dockyard_grpo.seams import SandboxServer
 
 
 class SandboxWorker:
@@ -24,7 +25,7 @@ class SandboxWorker:
         self._config = config
         self._token = token
         self._root: Path | None = None
-        self._server: compose.SandboxServer | None = None
+        self._server: SandboxServer | None = None
         self._changing = asyncio.Lock()
 
     async def start(self) -> str:
@@ -81,7 +82,7 @@ class SandboxWorker:
         return self._server.url
 
     @property
-    def _living(self) -> compose.SandboxServer:
+    def _living(self) -> SandboxServer:
         assert self._server is not None, "start() comes first"
         return self._server
 

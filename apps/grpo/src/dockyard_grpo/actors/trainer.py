@@ -11,17 +11,19 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import numpy as np
 
-from dockyard_core import Policy, RolloutGroup, StepMetrics
+from dockyard_core import RolloutGroup, StepMetrics
 from dockyard_core.batch import TrainSequence, pack_batch, sequence_of
 from dockyard_core.policy import PolicySnapshot
 from dockyard_core.refit import RefitEndpoint, RefitUpdate, TensorSpec
 from dockyard_grpo import compose
 from dockyard_grpo.config import Config
+from dockyard_grpo.seams import RankPolicy, Sender
 from dockyard_grpo.storage_errors import reason_of
 
 Given = ParamSpec("Given")
@@ -40,8 +42,8 @@ class TrainerWorker:
         self._config = config
         self._rank = rank
         self._num_ranks = num_ranks
-        self._built: Policy | None = None
-        self._sender: compose.Sender | None = None
+        self._built: RankPolicy | None = None
+        self._sender: Sender | None = None
         self._snapshot: PolicySnapshot | None = None
         self._policy_thread = ThreadPoolExecutor(1, "policy")
         self._disk_thread = ThreadPoolExecutor(1, "checkpoint")
@@ -59,7 +61,7 @@ class TrainerWorker:
 
     async def manifest(self) -> tuple[TensorSpec, ...]:
         """Names, dtypes and shapes of what a refit sends."""
-        return await self._in_order(lambda: compose.weight_manifest(self._policy))
+        return await self._in_order(lambda: compose.weight_manifest(self._config, self._policy))
 
     async def open_refit(self, num_engine_ranks: int) -> RefitEndpoint | None:
         """Rank 0 opens the transport; engines then join by the endpoint while `connect_refit` waits."""
@@ -113,7 +115,7 @@ class TrainerWorker:
         )
 
     @property
-    def _policy(self) -> Policy:
+    def _policy(self) -> RankPolicy:
         assert self._built is not None, "build() comes first"
         return self._built
 
@@ -139,19 +141,21 @@ class TrainerWorker:
             for rollout, advantage in zip(group.rollouts, values, strict=True)
             if rollout.is_valid
         ]
-        policy = self._config.policy
+        section = self._config.policy
         # Rows without signal cost time and move nothing; but a step of nothing else would have no token to
         # tell entropy and mismatch from.
         has_signal = any(sequence.advantage != 0.0 for sequence in sequences)
         shards = pack_batch(
             sequences,
-            num_ranks=self._num_ranks // policy.tensor_parallel_size,
-            micro_batch_tokens=policy.micro_batch_tokens,
-            row_length=policy.row_length,
+            num_ranks=self._policy.num_data_ranks,
+            micro_batch_tokens=section.micro_batch_tokens,
+            row_length=section.row_length,
             skip_zero_advantage=has_signal and self._config.loss.can_skip_zero_advantage,
             temperature=self._config.generation.temperature,
         )
-        return self._policy.train_step(shards[self._rank // policy.tensor_parallel_size])
+        metrics = self._policy.train_step(shards[self._policy.data_rank])
+        # Not the policy's to report: they differ from rank to rank, and from one run of the same steps to another.
+        return replace(metrics, extra=metrics.extra | compose.process_metrics(self._config, self._policy))
 
     def _send_weights(self, update: RefitUpdate) -> None:
         if self._sender is not None:

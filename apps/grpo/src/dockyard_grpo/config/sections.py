@@ -32,6 +32,13 @@ LocalOrName = Annotated[str, AfterValidator(_whole_path)]
 WholePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 
 
+_KEYS_OF_ONE_BACKEND = {
+    "torch": ("cpu_offload", "optimizer_offload", "reference_offload"),
+    "jax": ("row_length_buckets",),
+}
+"""Of the section policy; every other key means the same to both."""
+
+
 class Section(BaseModel):
     """A closed, immutable part of the configuration."""
 
@@ -42,7 +49,7 @@ class PolicySection(Section):
     """The model that is trained, and its optimizer."""
 
     model: LocalOrName | None = Field(None, description="Directory or hub id of a Hugging Face causal LM.")
-    backend: Literal["torch"] = Field("torch", description="Trainer backend.")
+    backend: Literal["torch", "jax"] = Field("torch", description="Trainer: PyTorch, or JAX and Flax NNX.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Parameter dtype.")
     learning_rate: Annotated[float, Ge(0)] = Field(1e-6, description="Peak learning rate of AdamW.")
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="AdamW's exponential decays.")
@@ -56,23 +63,46 @@ class PolicySection(Section):
     row_length: Count | None = Field(
         None, description="Tokens per packed row; null = as long as each micro-batch needs."
     )
+    row_length_buckets: tuple[Count, ...] | None = Field(
+        None, description="jax: lengths that rows are padded to, one program each; null = powers of two and between."
+    )
     logprob_chunk_tokens: Count | None = Field(
         None, description="Trained positions per chunk of the logprob kernel; null = by the size of the vocabulary."
     )
-    num_ranks: Count = Field(1, description="Trainer ranks; weights are sharded over them (FSDP2).")
+    num_ranks: Count = Field(1, description="Trainer ranks; weights are sharded over them.")
     tensor_parallel_size: Count = Field(
         1, description="Trainer ranks that share each layer; the others are data-parallel. Divides policy.num_ranks."
     )
     activation_checkpointing: bool = Field(
         False, description="Compute each block again in the backward pass instead of keeping its activations."
     )
-    cpu_offload: bool = Field(False, description="FSDP2 keeps weights, gradients and moments in host memory.")
-    optimizer_offload: bool = Field(False, description="Keep AdamW's moments in host memory.")
-    reference_offload: bool = Field(False, description="Keep the reference in host memory while it is not asked.")
+    cpu_offload: bool = Field(False, description="torch: weights, gradients and moments stay in host memory.")
+    optimizer_offload: bool = Field(False, description="torch: keep AdamW's moments in host memory.")
+    reference_offload: bool = Field(
+        False, description="torch: keep the reference in host memory while it is not asked."
+    )
     lora_rank: Count | None = Field(None, description="Train adapters of this rank on a frozen base; null = all.")
     lora_alpha: Annotated[float, Gt(0)] = Field(32.0, description="The adapters' product counts alpha / rank times.")
     num_threads: Count | None = Field(None, description="CPU threads of a trainer rank; null = the fleet's share.")
     collective_timeout_s: Seconds = Field(1800.0, description="Deadline of a collective between trainer ranks.")
+
+    @field_validator("row_length_buckets")
+    @classmethod
+    def _refuse_unsorted(cls, lengths: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if lengths is not None and (not lengths or sorted(set(lengths)) != list(lengths)):
+            raise ValueError(f"must be growing lengths, got {list(lengths)}; sort them, or leave the key out")
+        return lengths
+
+    @model_validator(mode="after")
+    def _refuse_keys_of_the_other_backend(self) -> PolicySection:
+        for backend, names in _KEYS_OF_ONE_BACKEND.items():
+            for name in names if backend != self.backend else ():
+                if (given := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"policy.{name} is for policy.backend={backend}, got {given} with policy.backend="
+                        f"{self.backend}; leave it out, or change the backend"
+                    )
+        return self
 
 
 class SandboxSection(Section):

@@ -47,6 +47,7 @@ class Packer:
             self._used = self._num_in_bucket = 0
         started = time.perf_counter()
         self._buffer[self._used : self._used + tensor.nbytes].copy_(_as_bytes(tensor))
+        _finish_reading(chunk, tensor)
         self._used += tensor.nbytes
         self._num_taken += 1
         self._num_in_bucket += 1
@@ -97,6 +98,17 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _finish_reading(chunk: WeightChunk, tensor: torch.Tensor) -> None:
+    """Wait for the copy of a GPU array of another framework, which knows nothing of torch's stream.
+
+    It may use the memory again as soon as the sink has returned.
+    """
+    import torch
+
+    if tensor.is_cuda and not isinstance(chunk.array, torch.Tensor):
+        torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def unpack(buffer: torch.Tensor, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
