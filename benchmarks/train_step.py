@@ -12,6 +12,7 @@ Loss: clipped ratio to given old logprobs, mean over the batch's tokens, no KL; 
 
 ours                  `TorchPolicy.train_step`
 ours, nothing shared  the same without shared prefixes, and with the sequences whose advantage is 0
+ours, JAX             `JaxPolicy.train_step`; "nothing shared" as above
 TRL                   the training step of `GRPOTrainer` with its optimizer (`benchmarks.train_step_peer`)
 naive                 padded rows, all logits, log_softmax, `torch.optim.AdamW` with its defaults
 
@@ -21,7 +22,9 @@ and gradient norm of the first step must agree. tokens/s counts the tokens as th
 leaves out. TRL and naive run with the micro-batch that was fastest for them, without recomputing activations. Peak
 memory is that of the first step, above model and optimizer. The GEMM peak is that of `torch.mm`, in the same round.
 
-The dense step is ours on SmolLM2's layers with a small vocabulary, in rows that are full and share nothing.
+The dense step is ours on SmolLM2's layers with a small vocabulary, in rows that are full and share nothing. The 135M
+step is both trainers on all of its layers and its vocabulary, in such rows. JAX compiles in its first step, which is
+not timed: seconds and programs are reported apart.
 """
 
 from __future__ import annotations
@@ -39,20 +42,24 @@ from typing import Any
 from benchmarks import train_step_batches as batches
 from benchmarks.result_files import FOLDER, add_report_options, report, write_results
 from benchmarks.train_step_figures import (
+    JAX,
     OURS,
     PEER,
     REFERENCE,
     check,
     disagreements,
+    forward_of,
+    jax_table,
     summarize,
     summarize_dense,
+    summarize_llama,
     table,
 )
 from benchmarks.train_step_worker import Worker, peer_python, peer_version
 
 RESULTS = FOLDER / "train_step.json"
-PACKAGES = ("torch", "transformers", "numpy")
-SUBJECTS = (OURS, "ours, nothing shared", PEER, REFERENCE)
+PACKAGES = ("torch", "transformers", "numpy", "jax", "jaxlib")
+SUBJECTS = (OURS, "ours, nothing shared", JAX, f"{JAX}, nothing shared", PEER, REFERENCE)
 DISTINCT = "step 10, all distinct"
 
 
@@ -68,6 +75,10 @@ class Settings:
     """Micro-batches that TRL and the plain step are tried with."""
     dense_layers: int = 8
     dense_rows: int = 8
+    llama_layers: int = 30
+    llama_vocab: int = 49152
+    llama_rows: int = 2
+    llama_rounds: int = 4
     threads: int = os.cpu_count() or 1
     micro_batch_tokens: int = 32768
     """Ours, as the quickstart sets it."""
@@ -77,7 +88,18 @@ class Settings:
     clip: float = 0.2
 
 
-SMALL = Settings(rounds=1, warm_up=1, num_groups=2, rows=(16,), dense_layers=1, dense_rows=2, threads=1)
+SMALL = Settings(
+    rounds=1,
+    warm_up=1,
+    num_groups=2,
+    rows=(16,),
+    dense_layers=1,
+    dense_rows=2,
+    llama_layers=1,
+    llama_vocab=512,
+    llama_rounds=1,
+    threads=1,
+)
 
 
 class Bench:
@@ -94,7 +116,8 @@ class Bench:
         options |= {"subject": subject, "model": str(model), "batch": str(batch)}
         if subject == PEER:
             return Worker(self._peer, "benchmarks.train_step_peer", options, self._folder / "log")
-        return Worker(sys.executable, "benchmarks.train_step_subjects", options, self._folder / "log")
+        module = "train_step_jax" if subject.startswith(JAX) else "train_step_subjects"
+        return Worker(sys.executable, f"benchmarks.{module}", options, self._folder / "log")
 
     def fastest_rows(self, subject: str, batch: Path) -> int:
         """The micro-batch with the fastest step of a few."""
@@ -122,7 +145,7 @@ class Bench:
             wrong = disagreements(first)
             if wrong:
                 raise SystemExit("the subjects do not compute the same step; nothing was timed\n" + "\n".join(wrong))
-            rounds = self._rounds(workers)
+            rounds = self._rounds(workers, self.settings.rounds)
         finally:
             for worker in workers.values():
                 worker.close()
@@ -141,7 +164,7 @@ class Bench:
         worker = self.start(OURS, model, batch, row_length=batches.DENSE_ROW)
         try:
             peak_mib = worker.ask("first")["peak_mib"]
-            rounds = self._rounds({OURS: worker})
+            rounds = self._rounds({OURS: worker}, self.settings.rounds)
         finally:
             worker.close()
         about = batches.describe(sequences)
@@ -150,13 +173,38 @@ class Bench:
         )
         return {"model": config, "about": about} | figures
 
-    def _rounds(self, workers: Mapping[str, Worker]) -> list[dict[str, dict[str, float]]]:
-        """Each subject's step once a round, and the matrix product's rate; the warm-up is left out."""
+    def llama(self) -> dict[str, Any]:
+        """Both trainers on a model of 135M parameters."""
+        settings, model, batch = self.settings, self._folder / "llama", self._folder / "llama.npz"
+        config = batches.dense_model(model, settings.llama_layers, settings.llama_vocab)
+        sequences = batches.dense(config["vocab_size"], settings.llama_rows)
+        batches.with_old_logprobs(model, sequences, rows=1).save(batch)
+        workers: dict[str, Worker] = {}
+        try:
+            for name in (OURS, JAX):
+                workers[name] = self.start(name, model, batch, row_length=batches.DENSE_ROW)
+            first = {name: worker.ask("first") for name, worker in workers.items()}
+            wrong = disagreements(first, OURS)
+            if wrong:
+                raise SystemExit("the trainers do not compute the same step; nothing was timed\n" + "\n".join(wrong))
+            rounds = self._rounds(workers, settings.llama_rounds)
+        finally:
+            for worker in workers.values():
+                worker.close()
+        about = batches.describe(sequences)
+        return {"model": config, "about": about} | summarize_llama(rounds, first, num_tokens=about["tokens"])
+
+    def _rounds(self, workers: Mapping[str, Worker], count: int) -> list[dict[str, dict[str, float]]]:
+        """Each subject's step once a round, both trainers' forward pass, and the matrix product's rate.
+
+        The warm-up is left out.
+        """
         names, rounds = list(workers), []
-        for number in range(self.settings.warm_up + self.settings.rounds):
+        for number in range(self.settings.warm_up + count):
             first = number % len(names)
             found = {"gemm": workers[OURS].ask("gemm")}
             found |= {name: workers[name].ask("step") for name in (*names[first:], *names[:first])}
+            found |= {forward_of(name): workers[name].ask("forward") for name in (OURS, JAX) if name in workers}
             rounds.append(found)
         return rounds[self.settings.warm_up :]
 
@@ -178,7 +226,13 @@ def measure(settings: Settings, peer: Path, folder: Path) -> dict[str, Any]:
         "load_average": load_average,
         "batches": {name: bench.compare(sampled, paths[name], rows) for name, sampled in sequences.items()},
         "dense": bench.dense(),
+        "llama": bench.llama(),
     }
+
+
+def tables(results: Mapping[str, Any]) -> str:
+    """Both tables of the result file."""
+    return f"{table(results)}\n\n{jax_table(results)}"
 
 
 def main() -> None:
@@ -191,7 +245,7 @@ def main() -> None:
     if options.record:
         batches.record(options.record)
         return
-    report(options, RESULTS, table, check)
+    report(options, RESULTS, tables, check)
     peer = peer_python()
     if isinstance(peer, str):
         raise SystemExit(peer)
@@ -200,7 +254,7 @@ def main() -> None:
     if not options.small:
         results["versions"] = {"trl": peer_version(peer)}
         write_results(RESULTS, results, PACKAGES)
-    print(table(results))
+    print(tables(results))
 
 
 if __name__ == "__main__":

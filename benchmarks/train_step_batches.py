@@ -124,8 +124,8 @@ def dense(vocab_size: int, num_rows: int, seed: int = 0) -> list[Sampled]:
     return [Sampled(rng.integers(FIRST_TEXT_TOKEN, vocab_size, size), 1, float(rng.normal())) for size in lengths]
 
 
-def dense_model(directory: Path, num_layers: int) -> dict[str, Any]:
-    """Write a model of SmolLM2-135M's layers with random weights and a small vocabulary; returns its shape."""
+def dense_model(directory: Path, num_layers: int, vocab_size: int = 512) -> dict[str, Any]:
+    """Write a model of SmolLM2-135M's layers with random weights, by default a small vocabulary; returns its shape."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -135,7 +135,7 @@ def dense_model(directory: Path, num_layers: int) -> dict[str, Any]:
         "num_hidden_layers": num_layers,
         "num_attention_heads": 9,
         "num_key_value_heads": 3,
-        "vocab_size": 512,
+        "vocab_size": vocab_size,
         "max_position_embeddings": DENSE_ROW,
         "tie_word_embeddings": True,
     }

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.train_step_shards import optimizer_of, shard_of
 from benchmarks.train_step_worker import Step, Subject, claim_stdout, serve
 
 GEMM_SIZE = 2048
@@ -38,48 +39,19 @@ def gemm() -> dict[str, float]:
     return {"gflops": gflop / min(seconds), "gflops_cpu": gflop / min(cpu_seconds)}
 
 
-def ours(options: Mapping[str, Any], batch: Mapping[str, np.ndarray], *, shares: bool) -> Callable[[], Step]:
+def ours(options: Mapping[str, Any], batch: Mapping[str, np.ndarray], *, shares: bool) -> Subject:
     """`TorchPolicy.train_step`, with or without what it leaves out because it is there already or has no gradient."""
-    from dockyard_core.batch import TrainSequence, pack_batch
-    from dockyard_core.loss_config import LossConfig
     from dockyard_trainer_torch import TorchPolicy, TorchPolicyConfig
 
-    config = TorchPolicyConfig(
-        learning_rate=options["learning_rate"],
-        betas=tuple(options["betas"]),
-        max_grad_norm=options["max_grad_norm"],
-        loss=LossConfig(clip_low=options["clip"], clip_high=options["clip"], proximal="bypass", correction="none"),
-        share_prefixes=shares,
-        num_threads=options["threads"],
-    )
+    config = TorchPolicyConfig(**optimizer_of(options), share_prefixes=shares, num_threads=options["threads"])
     policy = TorchPolicy.from_pretrained(options["model"], config)
-    edges = np.cumsum(batch["lengths"])[:-1]
-    old = np.split(batch["old_logprobs"], np.cumsum(batch["lengths"] - batch["prompt_lengths"])[:-1])
-    sequences = []
-    for index, token_ids in enumerate(np.split(batch["token_ids"], edges)):
-        prompt_length = int(batch["prompt_lengths"][index])
-        is_trained = np.arange(len(token_ids)) >= prompt_length
-        sampled = np.concatenate([np.zeros(prompt_length, np.float32), old[index]])
-        sequences.append(
-            TrainSequence(
-                token_ids_T=token_ids,
-                loss_mask_T=is_trained,
-                sampled_logprobs_T=sampled,
-                advantage=float(batch["advantages"][index]),
-            )
-        )
-    [shard] = pack_batch(
-        sequences,
-        micro_batch_tokens=options["micro_batch_tokens"],
-        row_length=options["row_length"],
-        skip_zero_advantage=shares and config.loss.can_skip_zero_advantage,
-    )
+    shard = shard_of(options, batch, shares=shares)
 
     def step() -> Step:
         metrics = policy.train_step(shard)
         return Step(metrics.loss, metrics.grad_norm)
 
-    return step
+    return Subject(step, gemm, forward=lambda: policy.logprobs(shard))
 
 
 def padded(batch: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
@@ -96,7 +68,7 @@ def padded(batch: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(array) for name, array in (*arrays.items(), ("advantages", batch["advantages"]))}
 
 
-def naive(options: Mapping[str, Any], batch: Mapping[str, np.ndarray]) -> Callable[[], Step]:
+def naive(options: Mapping[str, Any], batch: Mapping[str, np.ndarray]) -> Subject:
     """Padded micro-batches, all logits, one log_softmax: what one writes first."""
     from transformers import AutoModelForCausalLM
 
@@ -132,7 +104,7 @@ def naive(options: Mapping[str, Any], batch: Mapping[str, np.ndarray]) -> Callab
         optimizer.zero_grad()
         return Step(total, float(norm))
 
-    return step
+    return Subject(step, gemm)
 
 
 def main() -> None:
@@ -141,12 +113,12 @@ def main() -> None:
     torch.set_num_threads(options["threads"])
     with np.load(Path(options["batch"])) as arrays:
         batch = dict(arrays)
-    subjects: Mapping[str, Callable[[], Callable[[], Step]]] = {
+    subjects: Mapping[str, Callable[[], Subject]] = {
         "ours": lambda: ours(options, batch, shares=True),
         "ours, nothing shared": lambda: ours(options, batch, shares=False),
         "naive": lambda: naive(options, batch),
     }
-    serve(Subject(subjects[options["subject"]](), gemm), channel)
+    serve(subjects[options["subject"]](), channel)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,12 @@ class Subject(NamedTuple):
     """What a worker process serves."""
 
     step: Callable[[], Step]
-    gemm: Callable[[], dict[str, float]]
+    gemm: Callable[[], dict[str, float]] | None = None
     """``gflops`` and ``gflops_cpu`` of a matrix product that is large enough to be at its peak."""
+    forward: Callable[[], Any] | None = None
+    """Log-probabilities of the batch, without gradient."""
+    about: Callable[[], Mapping[str, float]] = dict
+    """What there is to say once the first step and the first forward pass were taken."""
 
 
 def claim_stdout() -> TextIO:
@@ -51,25 +55,34 @@ def claim_stdout() -> TextIO:
 def serve(subject: Subject, channel: TextIO) -> None:
     """Answer each line of stdin until it ends.
 
-    ``first`` is a step with its peak of resident memory above what the process held before it.
+    ``first`` is a step with its peak of resident memory above what the process held before it, and a forward pass.
     """
 
-    def timed_step() -> dict[str, float]:
+    def timed(function: Callable[[], Any]) -> tuple[dict[str, float], Any]:
         started, cpu_started = time.perf_counter(), time.process_time()
-        step = subject.step()
+        returned = function()
         cpu_seconds = time.process_time() - cpu_started
-        return {"seconds": time.perf_counter() - started, "cpu_seconds": cpu_seconds, **step._asdict()}
+        return {"seconds": time.perf_counter() - started, "cpu_seconds": cpu_seconds}, returned
+
+    def timed_step() -> dict[str, float]:
+        seconds, step = timed(subject.step)
+        found: dict[str, float] = seconds | step._asdict()
+        return found
 
     def first() -> dict[str, float]:
         baseline = _reset_peak()
         found = timed_step()
-        return found | {"peak_mib": (_status("VmHWM") - baseline) / 1024}
+        found["peak_mib"] = (_status("VmHWM") - baseline) / 1024
+        if subject.forward is not None:
+            subject.forward()
+        return {**found, **subject.about()}
 
-    answers: Mapping[str, Callable[[], dict[str, float]]] = {
-        "first": first,
-        "step": timed_step,
-        "gemm": subject.gemm,
-    }
+    answers: dict[str, Callable[[], dict[str, float]]] = {"first": first, "step": timed_step}
+    if subject.gemm is not None:
+        answers["gemm"] = subject.gemm
+    if subject.forward is not None:
+        forward = subject.forward
+        answers["forward"] = lambda: timed(forward)[0]
     _answer(channel, {"ready": True})
     for line in sys.stdin:
         _answer(channel, answers[line.strip()]())

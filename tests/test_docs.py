@@ -27,6 +27,7 @@ from pydantic import BaseModel
 from dockyard_core.offline.options import parse_options
 from dockyard_grpo.cli import main as app
 from dockyard_sandbox.cli import _parser as sandbox_parser
+from dockyard_trainer_jax import JaxPolicyConfig
 from dockyard_trainer_torch import TorchPolicyConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,11 +40,13 @@ PAGES = [
 PYTHON_RUN_BY_A_WHEEL = {
     "packages/dockyard-core/README.md": "packages/dockyard-core/tests/test_core_nouns.py",
     "packages/dockyard-inference/README.md": "packages/dockyard-inference/tests/test_inference_readme.py",
+    "packages/dockyard-trainer-jax/README.md": "packages/dockyard-trainer-jax/tests/test_jax_readme.py",
     "packages/dockyard-trainer-torch/README.md": "packages/dockyard-trainer-torch/tests/test_torch_readme.py",
 }
 WHEELS = {
     "core": "dockyard_core",
     "trainer-torch": "dockyard_trainer_torch",
+    "trainer-jax": "dockyard_trainer_jax",
     "inference": "dockyard_inference",
     "sandbox": "dockyard_sandbox",
     "grpo": "dockyard_grpo.config",
@@ -52,7 +55,7 @@ BUILD = """
 import sys
 from sphinx.cmd.build import main
 code = main(sys.argv[1:])
-heavy = ("torch", "transformers", "vllm", "ray", "sglang")
+heavy = ("torch", "transformers", "jax", "flax", "vllm", "ray", "sglang")
 loaded = [name for name in heavy if getattr(sys.modules.get(name), "__file__", None)]
 sys.exit(code or (f"the build imported {loaded}" if loaded else 0))
 """
@@ -341,6 +344,11 @@ def check_train_torch(arguments: Sequence[str], tmp_path: Path) -> None:
     parse_options(arguments, prog="dockyard-train-torch", policy_config=TorchPolicyConfig)
 
 
+def check_train_jax(arguments: Sequence[str], tmp_path: Path) -> None:
+    """`dockyard-train-jax`: its own parser takes the options, and its records the fields."""
+    parse_options(arguments, prog="dockyard-train-jax", policy_config=JaxPolicyConfig)
+
+
 def check_torchrun(arguments: Sequence[str], tmp_path: Path) -> None:
     """`torchrun`: a module of ours, whose own check takes the rest."""
     start = list(arguments).index("-m")
@@ -365,6 +373,7 @@ CHECKS = {
     "cd": check_shell,
     "curl": check_shell,
     "dockyard-sandbox": check_sandbox,
+    "dockyard-train-jax": check_train_jax,
     "dockyard-train-torch": check_train_torch,
     "echo": check_shell,
     "export": check_shell,

@@ -18,6 +18,7 @@ FIELDS = {
     "time_generate_s", "time_judge_s", "time_train_s", "time_refit_s", "time_wait_s", "step_s", "wall_s",
     "tokens_per_s",
 }  # fmt: skip
+COMPILED = {"num_compiled", "num_compiled_shapes", "compile_s"}
 
 
 def run_app(run_dir: Path, *overrides: str) -> str:
@@ -116,6 +117,40 @@ def test_the_trainers_ways_of_saving_memory_run_in_the_loop(tmp_path: Path, over
     """Every refit is attested: engines score what the trainer does, with sharded and with merged weights."""
     run_dir = tmp_path / "run"
     run_app(run_dir, "run.max_steps=2", "data.validation=null", "policy.learning_rate=1e-3", *overrides)
+    metrics = check_laws(run_dir, steps=2, max_staleness=1)
+    assert all(row["policy_version"] == row["step"] for row in metrics)
+    assert all(row["grad_norm"] > 0 for row in metrics)
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(900)
+def test_a_run_that_torch_began_goes_on_with_jax(tmp_path: Path) -> None:
+    """The one takes up weights, moments and schedule of the other; engines score what either of them does."""
+    run_dir = tmp_path / "run"
+    run_app(run_dir, "run.max_steps=1", "data.validation=null")
+    run_app(run_dir, "run.resume=auto", "run.max_steps=3", "data.validation=null", "policy.backend=jax")
+    metrics = check_laws(run_dir, steps=3, max_staleness=1)
+    assert [row["policy_version"] for row in metrics] == [1, 2, 3]
+    assert [row.keys() >= COMPILED for row in metrics] == [False, True, True]
+    assert metrics[-1]["num_compiled"] >= 4, "a forward pass for the probe, a backward pass, zeros and an update"
+    assert metrics[-1]["compile_s"] > 0
+    latest = json.loads((run_dir / "checkpoints" / "latest" / "policy" / "trainer.json").read_text())
+    assert latest["num_updates"] == 3
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["policy.num_ranks=2", "policy.activation_checkpointing=true"],
+        ["policy.lora_rank=8", "loss.kl_coef=0.05", "loss.proximal=given", "grpo.updates_per_batch=2"],
+    ],
+    ids=["two-ranks", "adapters"],
+)
+def test_jax_trains_on_several_ranks_and_adapters_in_the_loop(tmp_path: Path, overrides: list[str]) -> None:
+    run_dir = tmp_path / "run"
+    run_app(run_dir, "run.max_steps=2", "data.validation=null", "policy.backend=jax", *overrides)
     metrics = check_laws(run_dir, steps=2, max_staleness=1)
     assert all(row["policy_version"] == row["step"] for row in metrics)
     assert all(row["grad_norm"] > 0 for row in metrics)

@@ -29,9 +29,12 @@ def check_learning(run_dir: Path, max_staleness: int) -> None:
     assert all(row["isolation"] != "unsafe" for row in rows(run_dir / "rollouts.jsonl"))
 
 
+IN_CI = ("seed-0", "jax-seed-0")
+
+
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.ci if case == "seed-0" else pytest.mark.nightly) for case in CASES]
+    "case", [pytest.param(case, marks=pytest.mark.ci if case in IN_CI else pytest.mark.nightly) for case in CASES]
 )
 def test_the_quickstart_reaches_its_bar(case: str, tmp_path: Path) -> None:
     app = RunningApp(tmp_path / "run", "logging.console=plain", *CASES[case])

@@ -18,6 +18,7 @@ EXTRAS = {
     "dockyard-core": "[math]",
     "dockyard-sandbox": "",
     "dockyard-trainer-torch": "",
+    "dockyard-trainer-jax": "",
     "dockyard-inference": "[sender,transformers]",
 }
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(900)]
@@ -111,33 +112,43 @@ def test_the_sandbox_wheel_installs_in_25_megabytes(install) -> None:
     assert sum(path.stat().st_size for path in own) <= 25 * 1024 * 1024
 
 
-@pytest.mark.parametrize("name", ["dockyard-core", "dockyard-trainer-torch", "dockyard-inference"])
+@pytest.mark.parametrize(
+    "name", ["dockyard-core", "dockyard-trainer-torch", "dockyard-trainer-jax", "dockyard-inference"]
+)
 def test_the_readme_example_runs_where_only_this_wheel_is_installed(name: str, install, tmp_path: Path) -> None:
     python = install(name, EXTRAS[name])
     for code in blocks(name, "python"):
-        run(python, "-I", "-c", code, cwd=tmp_path)
+        run(python, "-I", "-c", code, cwd=tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "compiled"))
 
 
-def test_the_torch_wheel_trains_from_a_file(install, tmp_path: Path) -> None:
+def test_the_jax_wheel_brings_no_other_framework(install) -> None:
+    code = f"import importlib.util as u, json; print(json.dumps([name for name in {HEAVY} if u.find_spec(name)]))"
+    assert json.loads(run(install("dockyard-trainer-jax"), "-I", "-c", code)) == ["jax"]
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_a_trainer_wheel_trains_from_a_file(backend: str, install, tmp_path: Path) -> None:
     """The README's command: sft whose export transformers loads, then grpo on the README's own rows."""
-    python = install("dockyard-trainer-torch", EXTRAS["dockyard-trainer-torch"])
-    command = python.parent / "dockyard-train-torch"
+    wheel = f"dockyard-trainer-{backend}"
+    command = install(wheel, EXTRAS[wheel]).parent / f"dockyard-train-{backend}"
+    witness = install("dockyard-trainer-torch")  # has the transformers that makes the model and judges the export
+    machine = {"OMP_NUM_THREADS": "1", "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
 
     def train(name: str, *options: str) -> list[dict]:
         files = ["--model", "model", "--data", f"{name}.jsonl", "--out", name]
-        run(command, name, *files, *options, cwd=tmp_path, OMP_NUM_THREADS="1")
+        run(command, name, *files, *options, cwd=tmp_path, **machine)
         return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
 
-    run(python, "-I", "-c", SAVE_TINY_MODEL, cwd=tmp_path)
+    run(witness, "-I", "-c", SAVE_TINY_MODEL, cwd=tmp_path)
     rows = [{"token_ids": [11, 12, 21 + number, 1], "prompt_length": 2} for number in range(6)]
     (tmp_path / "sft.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     steps = train("sft", "--batch-size", "2", "--lr", "1e-2")
     assert [step["step"] for step in steps] == [1, 2, 3]
-    before, after = (json.loads(line) for line in run(python, "-I", "-c", PRINT_NLL, cwd=tmp_path).splitlines())
+    before, after = (json.loads(line) for line in run(witness, "-I", "-c", PRINT_NLL, cwd=tmp_path).splitlines())
     assert steps[0]["nll"] == pytest.approx(sum(before[:2]) / 2, abs=1e-5)
     assert all(new < old for new, old in zip(after, before, strict=True))
 
-    (tmp_path / "grpo.jsonl").write_text(*blocks("dockyard-trainer-torch", "json"))
+    (tmp_path / "grpo.jsonl").write_text(*blocks(wheel, "json"))
     (step,) = train("grpo")
     assert (step["num_rows"], step["reward_mean"]) == (2, 0.5)
     assert (tmp_path / "grpo" / "hf" / "model.safetensors").is_file()
