@@ -31,6 +31,7 @@ nitpick_ignore_regex = [("py:.*", r"(?!dockyard_).*")]
 default_role = "literal"
 
 autodoc_mock_imports = ["ray", "safetensors", "sglang", "torch", "transformers", "vllm"]
+autodoc_mock_imports += ["flax", "jax", "optax", "orbax"]
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "undoc-members": True, "exclude-members": "model_config"}
 autodoc_preserve_defaults = True
@@ -40,7 +41,8 @@ html_theme = "furo"
 html_title = "Dockyard"
 html_copy_source = False
 
-# Some wheels load a public name on first use, which autodoc does outside its mock: load those modules under it here.
+# Some wheels load a public name on first use, which autodoc does outside its mock: load them all under it here.
 with mock(autodoc_mock_imports):
-    for _module in ("dockyard_trainer_torch.policy", "dockyard_trainer_torch.weights"):
-        import_module(_module)
+    for _wheel in map(import_module, ("dockyard_trainer_torch", "dockyard_trainer_jax")):
+        for _name in _wheel.__all__:
+            getattr(_wheel, _name)
