@@ -12,9 +12,9 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from dockyard_core.errors import ConfigError, UserError
+from dockyard_core.hub import resolve_model_dir
 from dockyard_core.offline import run_command
 from dockyard_trainer_jax.config import JaxPolicyConfig
-from dockyard_trainer_jax.hub import resolve_model_dir
 from dockyard_trainer_jax.model_config import read_config
 
 if TYPE_CHECKING:

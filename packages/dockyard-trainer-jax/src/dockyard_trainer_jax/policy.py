@@ -16,13 +16,13 @@ from jax import Array
 from dockyard_core.batch import BatchShard
 from dockyard_core.batch_checks import check_shard
 from dockyard_core.errors import ConfigError
+from dockyard_core.hub import resolve_model_dir
 from dockyard_core.optimizer_config import learning_rate_at
 from dockyard_core.policy import PolicySnapshot, StepMetrics, WeightSink
 from dockyard_trainer_jax import checkpoint, weights
 from dockyard_trainer_jax.agreeing import check_agreed, check_same_policy, lay_out_together
 from dockyard_trainer_jax.compiling import keep_programs
 from dockyard_trainer_jax.config import JaxPolicyConfig
-from dockyard_trainer_jax.hub import resolve_model_dir
 from dockyard_trainer_jax.layout import LaidOut, PaddedBatch
 from dockyard_trainer_jax.loading import load_causal_lm, sampled_checksum
 from dockyard_trainer_jax.lora import adapters_of, apply_lora, base_of

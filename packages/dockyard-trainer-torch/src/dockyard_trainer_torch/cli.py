@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dockyard_core.errors import ConfigError
+from dockyard_core.hub import resolve_model_dir
 from dockyard_core.offline import run_command
 from dockyard_trainer_torch.config import TorchPolicyConfig
 
@@ -80,7 +81,7 @@ class TorchBackend:
 
     def vocab_size(self, model: str) -> int:
         """Of the model's config.json. Raises ConfigError when there is none."""
-        from dockyard_trainer_torch.model import read_config_json, resolve_model_dir
+        from dockyard_trainer_torch.model import read_config_json
 
         directory = resolve_model_dir(model)
         size = read_config_json(directory).get("vocab_size")

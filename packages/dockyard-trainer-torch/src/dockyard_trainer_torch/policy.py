@@ -17,6 +17,7 @@ import torch
 from dockyard_core.batch import BatchShard
 from dockyard_core.batch_checks import check_shard
 from dockyard_core.errors import ConfigError
+from dockyard_core.hub import resolve_model_dir
 from dockyard_core.optimizer_config import learning_rate_at
 from dockyard_core.policy import PolicySnapshot, StepMetrics, WeightSink
 from dockyard_trainer_torch import checkpoint, weights
@@ -24,7 +25,7 @@ from dockyard_trainer_torch.building import build_scorer
 from dockyard_trainer_torch.config import TorchPolicyConfig
 from dockyard_trainer_torch.layout import TensorBatch
 from dockyard_trainer_torch.lora import adapters_disabled
-from dockyard_trainer_torch.model import TokenScorer, resolve_model_dir
+from dockyard_trainer_torch.model import TokenScorer
 from dockyard_trainer_torch.optim import (
     GradientReport,
     apply_gradients,

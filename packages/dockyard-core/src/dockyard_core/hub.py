@@ -1,4 +1,7 @@
-"""Where the files of a model lie: a directory, or the cache of a model hub."""
+"""Where the files of a model lie: a directory, or the cache of a model hub.
+
+The wheels that load models need huggingface_hub, which is imported for an id only.
+"""
 
 from __future__ import annotations
 
