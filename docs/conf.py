@@ -28,6 +28,8 @@ source_suffix = {".md": "markdown"}
 nitpicky = True
 # Only this project's own names are documented here; annotations also name the standard library and the frameworks.
 nitpick_ignore_regex = [("py:.*", r"(?!dockyard_).*")]
+# Told for programs, and no public name.
+nitpick_ignore = [("py:class", "dockyard_trainer_jax.shapes.Shape")]
 default_role = "literal"
 
 autodoc_mock_imports = ["ray", "safetensors", "sglang", "torch", "transformers", "vllm"]

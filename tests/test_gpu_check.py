@@ -36,8 +36,10 @@ def run_tool(*arguments: str | Path, timeout_s: float = 120) -> subprocess.Compl
 
 def machine(**changes: Any) -> dict[str, Any]:
     gpu = {"name": "some GPU", "memory_gib": 80.0, "capability": [9, 0]}
-    versions = {"torch": "2.13.0", "vllm": "0.32.0", "transformers": "5.19.0", "sglang": "0.5.23"}
-    return {"torch": {"version": "2.13.0", "cuda": "13.0", "gpus": [gpu, gpu]}, "versions": versions} | changes
+    versions = {"torch": "2.13.0", "vllm": "0.32.0", "transformers": "5.19.0", "sglang": "0.5.23", "jax": "0.10.2"}
+    torch = {"version": "2.13.0", "cuda": "13.0", "gpus": [gpu, gpu]}
+    jax = {"version": "0.10.2", "cuda": "jax_cuda13_plugin", "gpus": [gpu, gpu]}
+    return {"torch": torch, "jax": jax, "versions": versions} | changes
 
 
 def test_without_a_gpu_every_check_is_skipped_with_the_reason_and_written_down(tmp_path: Path) -> None:
@@ -48,12 +50,15 @@ def test_without_a_gpu_every_check_is_skipped_with_the_reason_and_written_down(t
     assert report["checks"].keys() == load().CHECKS.keys()
     assert {check["status"] for check in report["checks"].values()} == {"skipped"}
     assert all(
-        "no GPU: torch" in check["reason"] or "not installed" in check["reason"] for check in report["checks"].values()
+        "no GPU: torch" in check["reason"] or "not installed" in check["reason"]
+        for name, check in report["checks"].items()
+        if not name.startswith("jax")
     )
+    assert "no GPU: jax" in report["checks"]["jax-contract"]["reason"]
     assert report["machine"]["cpus"] == os.cpu_count()
     assert report["versions"]["torch"]
     assert report["rehearsal_on_cpu"] is False
-    assert "0 passed, 0 failed, 14 skipped" in done.stdout
+    assert "0 passed, 0 failed, 17 skipped" in done.stdout
 
 
 def test_a_machine_is_asked_only_what_it_can_do() -> None:
@@ -70,6 +75,19 @@ def test_a_machine_is_asked_only_what_it_can_do() -> None:
     assert reason(vllm, cpu_build, rehearse=True) is None
     broken = machine(torch={"error": "ImportError: libcudart", "gpus": []})
     assert "ImportError: libcudart" in reason(nccl, broken, rehearse=False)
+
+
+def test_the_jax_trainer_is_checked_on_what_jax_sees_and_not_torch() -> None:
+    tool = load()
+    reason, mesh = tool.reason_to_skip, tool.CHECKS["jax-mesh"]
+    on_cpu = machine(jax={"version": "0.10.2", "cuda": None, "gpus": []})
+    assert reason(mesh, on_cpu, rehearse=False) == "no GPU: jax 0.10.2 (CUDA not built in) sees none"
+    assert reason(mesh, on_cpu, rehearse=True) is None
+    assert reason(mesh, machine(torch={"error": "ImportError: libcudart", "gpus": []}), rehearse=False) is None
+    one = machine(jax={**machine()["jax"], "gpus": machine()["jax"]["gpus"][:1]})
+    assert "needs 2 GPUs, there is 1" in reason(mesh, one, rehearse=False)
+    broken = machine(jax={"error": "ModuleNotFoundError: No module named 'jax'", "gpus": []})
+    assert reason(mesh, broken, rehearse=False) == "jax does not load: ModuleNotFoundError: No module named 'jax'"
 
 
 @pytest.mark.parametrize(
@@ -108,19 +126,20 @@ def test_utilisation_counts_each_weight_that_a_token_is_multiplied_by(
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(TOOL.parent)
-    speed = importlib.import_module("gpu_trainer_speed")
-    shape = speed.TINY
+    speed, steps = importlib.import_module("gpu_trainer_speed"), importlib.import_module("gpu_steps")
+    shape = steps.TINY
     model = transformers.AutoModelForCausalLM.from_pretrained(speed.random_model(tmp_path, shape, "cpu"))
     linear = [module for module in model.model.layers.modules() if isinstance(module, torch.nn.Linear)]
     assert shape.gemm_parameters == sum(module.weight.numel() for module in linear)
-    (sequence,) = speed.random_sequences(shape, [8])
+    (sequence,) = steps.random_sequences(shape, [8])
     # Per layer and direction: two products of 64 wide vectors for the 8 * 8 / 2 pairs of causal attention.
     attention = 2 * 3 * 2 * 2 * 64 * 8 * 8 / 2
     embedding = 6 * 64 * 512 * sequence.num_valid_tokens
     assert sequence.num_valid_tokens == 6
-    assert speed.step_flop(shape, [sequence]) == 6 * shape.gemm_parameters * 8 + embedding + attention
+    assert steps.step_flop(shape, [sequence]) == 6 * shape.gemm_parameters * 8 + embedding + attention
 
 
+@pytest.mark.ci
 def test_a_check_rehearses_on_the_cpu(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     done = run_tool("--rehearse", "--only", "packing", "--out", tmp_path / "out.json")

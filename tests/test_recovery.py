@@ -187,8 +187,13 @@ def test_a_dead_trainer_rank_takes_the_run_back_to_its_last_checkpoint(tmp_path:
     ("part", "process", "failure"),
     [
         ("engine", "ray::InferenceWorker", "EngineDead: engine-0 died"),
-        ("sandbox", "dockyard_sandbox.cli serve", "SandboxUnavailable: sandbox server 0 died"),
-        ("trainer", "ray::TrainerWorker", "TrainerLost: "),
+        pytest.param(
+            "sandbox",
+            "dockyard_sandbox.cli serve",
+            "SandboxUnavailable: sandbox server 0 died",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param("trainer", "ray::TrainerWorker", "TrainerLost: ", marks=pytest.mark.nightly),
     ],
 )
 def test_with_stop_a_death_ends_the_run_by_name(tmp_path: Path, part: str, process: str, failure: str) -> None:

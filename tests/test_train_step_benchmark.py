@@ -18,24 +18,44 @@ import pytest
 from benchmarks import logprob_memory, train_step
 from benchmarks import train_step_batches as batches
 from benchmarks.train_step import RESULTS, SMALL, SUBJECTS, Settings, measure
-from benchmarks.train_step_figures import check, disagreements, summarize, summarize_dense, table
+from benchmarks.train_step_figures import (
+    JAX,
+    OURS,
+    check,
+    disagreements,
+    forward_of,
+    jax_table,
+    summarize,
+    summarize_dense,
+    summarize_llama,
+    table,
+)
 from benchmarks.train_step_worker import TOOL, Worker, peer_python
 
 ROOT = Path(__file__).resolve().parent.parent
 STEP = {"loss": 0.5, "grad_norm": 2.0, "peak_mib": 64.0}
+FIRST = {name: STEP | ({"compile_s": 12.34, "num_compiled": 3} if name.startswith(JAX) else {}) for name in SUBJECTS}
 
 
-def one_round(ours: float, trl: float) -> dict[str, dict[str, float]]:
-    seconds = {"ours": ours, "ours, nothing shared": 2.0, "TRL": trl, "naive": 4.0}
+def one_round(ours: float, trl: float, *, jax: float = 1.0, jax_forward: float = 0.5) -> dict[str, dict[str, float]]:
+    """A round of steps that take so many seconds; our forward pass takes half of one."""
+    seconds = {OURS: ours, "ours, nothing shared": 2.0, JAX: jax, f"{JAX}, nothing shared": 3.0, "TRL": trl}
+    seconds |= {"naive": 4.0, forward_of(OURS): 0.5, forward_of(JAX): jax_forward}
     steps = {name: {"seconds": value, "cpu_seconds": 2 * value, **STEP} for name, value in seconds.items()}
     return {"gemm": {"gflops": 100.0, "gflops_cpu": 50.0}, **steps}
 
 
-def results_of(rounds: list[dict[str, dict[str, float]]], gflop: float = 200.0) -> dict[str, Any]:
-    first = dict.fromkeys(SUBJECTS, STEP)
+def results_of(
+    rounds: list[dict[str, dict[str, float]]],
+    gflop: float = 200.0,
+    *,
+    llama: list[dict[str, dict[str, float]]] | None = None,
+) -> dict[str, Any]:
+    """Results with one batch. ``llama``: rounds of the larger model, if it took others."""
     return {
-        "batches": {"step 10": summarize(rounds, first, num_tokens=1000, gflop=gflop)},
+        "batches": {"step 10": summarize(rounds, FIRST, num_tokens=1000, gflop=gflop)},
         "dense": summarize_dense(rounds, num_tokens=1000, gflop=gflop, peak_mib=64.0),
+        "llama": summarize_llama(llama or [one_round(1.0, 2.0)], FIRST, num_tokens=500),
     }
 
 
@@ -55,6 +75,26 @@ def test_rates_are_of_the_same_tokens_and_ratios_of_the_same_round() -> None:
     assert batch["ours_over_cpu"]["TRL"] == {"median": 4.0, "min": 2.0, "max": 4.0}
     assert batch["subjects"]["naive"]["of_gemm"]["median"] == 0.5
     assert batch["subjects"]["ours"]["of_gemm"] is None
+    assert batch["subjects"][JAX]["of_gemm"] is None
+    assert batch["subjects"][f"{JAX}, nothing shared"]["of_gemm"]["median"] == 0.667
+
+
+def test_jax_is_compared_with_torch_in_the_same_round_and_what_it_compiled_is_kept() -> None:
+    rounds = [one_round(1.0, 2.0, jax=1.5), one_round(2.0, 8.0, jax=2.0, jax_forward=0.4), one_round(1.0, 4.0, jax=1.2)]
+    found = results_of(rounds, llama=[one_round(2.0, 2.0, jax=1.0, jax_forward=0.25)])
+    batch, llama = found["batches"]["step 10"], found["llama"]
+    assert batch["jax_over_torch"]["step"] == {"median": 1.2, "min": 1.0, "max": 1.5}
+    assert batch["jax_over_torch"]["forward"] == {"median": 1.0, "min": 0.8, "max": 1.0}
+    assert (batch["subjects"][JAX]["compile_s"], batch["subjects"][JAX]["num_compiled"]) == (12.3, 3)
+    assert "compile_s" not in batch["subjects"]["ours"]
+    assert llama["jax_over_torch"]["step"]["median"] == llama["jax_over_torch"]["forward"]["median"] == 0.5
+    assert {name: one["median"] for name, one in llama["tokens_per_s"].items()} == {
+        OURS: 250.0,
+        JAX: 500.0,
+        forward_of(OURS): 1000.0,
+        forward_of(JAX): 2000.0,
+    }
+    assert (llama["compile_s"], llama["num_compiled"]) == (12.3, 3)
 
 
 def test_a_target_is_met_at_its_bound_and_missed_past_it() -> None:
@@ -65,6 +105,17 @@ def test_a_target_is_met_at_its_bound_and_missed_past_it() -> None:
     ]
 
 
+def test_jax_may_take_so_many_of_torchs_steps_and_no_longer_for_a_forward_pass() -> None:
+    assert check(results_of([one_round(1.0, 2.0, jax=1.6)], llama=[one_round(1.0, 2.0, jax=1.2)])) == []
+    late = [one_round(1.0, 2.0, jax=1.61, jax_forward=0.505)]
+    assert check(results_of(late, llama=[one_round(1.0, 2.0, jax=1.21, jax_forward=0.51)])) == [
+        "step 10: JAX's step takes 1.61 times torch's, the target is 1.6",
+        "step 10: JAX's forward takes 1.01 times torch's, the target is 1.0",
+        "135M: JAX's step takes 1.21 times torch's, the target is 1.2",
+        "135M: JAX's forward takes 1.02 times torch's, the target is 1.0",
+    ]
+
+
 @pytest.mark.parametrize("value", [0.502, float("nan")])
 def test_subjects_that_compute_another_step_are_named(value: float) -> None:
     first: dict[str, dict[str, float]] = {name: dict(STEP) for name in SUBJECTS}
@@ -72,12 +123,24 @@ def test_subjects_that_compute_another_step_are_named(value: float) -> None:
     assert disagreements(first) == []
     first["TRL"]["loss"] = value
     assert disagreements(first) == [f"TRL: loss is {value:.6g}, that of naive is 0.5"]
+    first[JAX]["grad_norm"] = 2.01
+    assert disagreements({name: first[name] for name in (OURS, JAX)}, OURS) == [
+        f"{JAX}: grad_norm is 2.01, that of ours is 2"
+    ]
 
 
 def test_the_table_says_what_the_results_do() -> None:
     lines = table(results_of([one_round(1.0, 2.0)])).splitlines()
-    assert lines[4] == "| step 10 | TRL | 500 (500 to 500) | 2.00 (2.00 to 2.00) x | 64 | 1.00 (1.00 to 1.00) |"
+    assert lines[6] == "| step 10 | TRL | 500 (500 to 500) | 2.00 (2.00 to 2.00) x | 64 | 1.00 (1.00 to 1.00) |"
     assert all(line.count("|") == lines[0].count("|") for line in lines)
+
+
+def test_the_table_of_both_trainers_says_what_the_results_do() -> None:
+    results = results_of([one_round(1.0, 2.0, jax=1.5)], llama=[one_round(1.0, 2.0, jax_forward=0.25)])
+    assert jax_table(results).splitlines()[2:] == [
+        "| step 10 | 1.50 (1.50 to 1.50) | 1.00 (1.00 to 1.00) | 3 | 12.3 |",
+        "| 135M Llama | 1.00 (1.00 to 1.00) | 0.50 (0.50 to 0.50) | 3 | 12.3 |",
+    ]
 
 
 def test_a_missed_target_is_an_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,20 +247,26 @@ def test_a_short_run_agrees_on_the_step_and_measures_every_subject(tmp_path: Pat
         pytest.skip(peer)
     results = measure(SMALL, peer, tmp_path)
     again = json.loads(json.dumps(results))
-    assert table(again) == table(results)
+    assert train_step.tables(again) == train_step.tables(results)
     for batch in results["batches"].values():
         assert list(batch["subjects"]) == list(SUBJECTS)
         for one in batch["subjects"].values():
             assert one["seconds"]["min"] > 0
             assert one["loss"] == pytest.approx(batch["subjects"]["naive"]["loss"], rel=1e-3)
+        assert batch["subjects"][JAX]["num_compiled"] > 0
+        assert batch["jax_over_torch"]["forward"]["min"] > 0
     assert results["dense"]["of_gemm"]["min"] > 0
+    assert results["llama"]["num_compiled"] > 0
+    assert results["llama"]["jax_over_torch"]["step"]["min"] > 0
 
 
 @pytest.mark.skipif(not RESULTS.exists(), reason="not recorded yet")
 def test_the_documentation_shows_the_recorded_tables() -> None:
-    page = (ROOT / "docs" / "design-docs" / "torch-trainer.md").read_text()
-    assert table(json.loads(RESULTS.read_text())) in page
-    assert logprob_memory.table(json.loads(logprob_memory.RESULTS.read_text())) in page
+    results, pages = json.loads(RESULTS.read_text()), ROOT / "docs" / "design-docs"
+    torch_page = (pages / "torch-trainer.md").read_text()
+    assert table(results) in torch_page
+    assert logprob_memory.table(json.loads(logprob_memory.RESULTS.read_text())) in torch_page
+    assert jax_table(results) in (pages / "jax-trainer.md").read_text()
 
 
 def test_the_recorded_memory_of_logprobs_meets_its_target() -> None:

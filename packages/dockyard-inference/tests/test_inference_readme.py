@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.ci
 def test_the_readme_example_runs() -> None:
     text = (Path(__file__).parents[1] / "README.md").read_text()
     code = text.partition("```python\n")[2].partition("```")[0]

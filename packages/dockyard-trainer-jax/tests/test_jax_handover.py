@@ -142,7 +142,7 @@ def work(rank: int, _: int, directory: Path, args: Sequence[str]) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_from_ranks_of_torch_to_a_mesh_of_jax_and_back(tiny_model, tmp_path, world_size) -> None:
     dense, experts = tiny_model("qwen3", **WIDE), tiny_model("qwen3_moe", is_tied=False, **WIDE)
     # Tensor parallelism, FSDP2 whose ranks share the experts, both together.

@@ -67,7 +67,8 @@ def test_values_and_gradients_are_the_exact_ones_whatever_the_chunks(temperature
         assert np.linalg.norm(one - other) <= 1e-6 * np.linalg.norm(other)
 
 
-@pytest.mark.parametrize("chunk_tokens", [2, *(pytest.param(one, marks=pytest.mark.ci) for one in (1, 5))])
+@pytest.mark.ci  # in the default tier gradients are those of torch and of the formula
+@pytest.mark.parametrize("chunk_tokens", [1, 2, 5])
 def test_the_gradient_is_the_finite_difference_in_float64(chunk_tokens) -> None:
     with jax.enable_x64(True):
         hidden_MD, weight_VD, _ = random_inputs(5, 7, 4, dtype=np.float64)

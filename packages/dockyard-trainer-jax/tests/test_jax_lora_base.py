@@ -78,7 +78,9 @@ def test_no_gradient_of_the_base_is_computed(tiny_model) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("sizes", [(8, 1), (4, 2), (2, 4), (1, 8)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(2, 4), *(pytest.param(one, marks=pytest.mark.nightly) for one in ((8, 1), (4, 2), (1, 8)))], ids=str
+)
 def test_a_step_over_a_mesh_is_that_of_one_device(tiny_model, sizes) -> None:
     # Every dimension that is dealt over tensor-parallel devices divides by 8.
     directory = tiny_model("qwen2", num_attention_heads=8, num_key_value_heads=8)

@@ -124,7 +124,7 @@ def test_hidden_states_logits_and_every_gradient_are_hugging_faces(tiny_model, f
         assert np.linalg.norm(mine[name] - wanted) <= 1e-5 * np.linalg.norm(wanted), name
 
 
-@pytest.mark.parametrize("family", families("qwen2", "qwen3_moe"))
+@pytest.mark.parametrize("family", families("qwen2"))  # in `test_jax_policy.py` also experts
 def test_a_packed_row_is_each_sequence_alone(tiny_model, family):
     directory = tiny_model(family)
     token_ids, _, _ = rows(batch=1)
@@ -140,7 +140,8 @@ def test_a_packed_row_is_each_sequence_alone(tiny_model, family):
     assert bool(jnp.isfinite(together_LD).all())
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.ci)])
+@pytest.mark.ci  # `test_jax_sharding.py` has one in the default tier
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_remat_changes_no_gradient_and_keeps_less(tiny_model, family):
     directory, batch = tiny_model(family, num_hidden_layers=8), rows()
     kept, again = (load_causal_lm(directory, ComputeOptions(remat=remat)) for remat in (False, True))

@@ -10,9 +10,9 @@ from dockyard_core.errors import ConfigError
 from dockyard_trainer_jax.attention import PackedInputs
 from dockyard_trainer_jax.loading import load_causal_lm
 from dockyard_trainer_jax.model import ComputeOptions, abstract_causal_lm, hidden, output_embedding
-from dockyard_trainer_jax.model_config import read_config
+from dockyard_trainer_jax.model_config import check_divides, read_config
 from dockyard_trainer_jax.names import named_parameters
-from dockyard_trainer_jax.sharding import batch_sharding, check_divides, make_mesh, partition_spec
+from dockyard_trainer_jax.sharding import batch_sharding, make_mesh, partition_spec
 
 MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}

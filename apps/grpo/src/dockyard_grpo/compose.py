@@ -121,6 +121,14 @@ def check_trainer_installed(config: Config) -> None:
         )
 
 
+def check_jax_model(config: Config, model: Path) -> None:
+    """Raise ConfigError for a model that the JAX trainer would refuse when it loads; JAX is not imported."""
+    from dockyard_trainer_jax.model_config import check_divides, read_config
+
+    tp = config.policy.tensor_parallel_size
+    check_divides(read_config(model), fsdp=config.num_trainer_devices // tp, tp=tp)
+
+
 def build_sender(config: Config, num_engine_ranks: int) -> Sender:
     """The sending side of `refit.transport`, rank 0 of its group."""
     from dockyard_inference.sender import RefitSender

@@ -262,6 +262,7 @@ def _shared_memory(config: Config) -> Finding:
 def _probe(*modules: str) -> dict[str, Answer]:
     """Import modules one after the other in a process of their own: version and devices, or what went wrong."""
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # a run beside us may need the memory of its GPU
     command = [sys.executable, "-c", _PROBE, *modules]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         try:

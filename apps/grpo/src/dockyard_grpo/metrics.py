@@ -13,7 +13,7 @@ from dockyard_grpo.summary import GroupSummary, RolloutSummary
 from dockyard_grpo.usage import Usage
 
 _OF_A_COMPILER = ("num_compiled", "num_compiled_shapes", "compile_s")
-"""Programs, the shapes of micro-batches they are for, and seconds, since the trainer's process started: JAX's."""
+"""JAX's: programs and seconds since the trainer's process started, and shapes of micro-batches that the run has met."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,11 @@ MIN_GIT = (2, 39, 4)
 """Older ones can be made to write outside the tree (CVE-2023-23946, CVE-2023-25652, CVE-2024-32021)."""
 _BYTES_PER_PARAMETER = 16
 """Of a checkpoint: float32 weights, two moments, and the exported model."""
+_KEY_OF_AXIS = {
+    "fsdp_size": "policy.num_ranks / policy.tensor_parallel_size",
+    "tensor_parallel_size": "policy.tensor_parallel_size",
+}
+"""What the JAX trainer's names are here."""
 _READY_TIMEOUT_S = 5.0
 _MIN_FREE_BYTES = 256 << 20
 
@@ -119,8 +124,15 @@ def check_reward(config: Config) -> str:
 
 
 def check_trainer(config: Config) -> str:
-    """Raise ConfigError unless what policy.backend requires is installed; returns its name."""
+    """Raise ConfigError unless what policy.backend requires is installed and takes the model; returns its name."""
     compose.check_trainer_installed(config)
+    model = model_directory(config)
+    if config.policy.backend == "jax" and model is not None:
+        try:
+            compose.check_jax_model(config, model.path)
+        except ConfigError as error:
+            name, _, rest = str(error).partition(" ")
+            raise ConfigError(f"{_KEY_OF_AXIS.get(name, name)} {rest}") from error
     return config.policy.backend
 
 

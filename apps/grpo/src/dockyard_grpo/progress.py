@@ -45,6 +45,7 @@ class PlainReporter:
         self._out = out
         self._max_steps = max_steps
         self._recent_s: deque[float] = deque(maxlen=10)
+        self._compiling = Compiling()
 
     def say(self, line: str) -> None:
         """Print one line."""
@@ -54,7 +55,9 @@ class PlainReporter:
         """Print one step."""
         self._recent_s.append(row["step_s"])
         left = (self._max_steps - row["step"]) * fmean(self._recent_s)
-        self.say(f"step {row['step']:>4}/{self._max_steps}  {_figures(row)}  eta {_clock(left)}")
+        self.say(
+            f"step {row['step']:>4}/{self._max_steps}  {_figures(row)}{self._compiling.since(row)}  eta {_clock(left)}"
+        )
 
     def __enter__(self) -> PlainReporter:
         return self
@@ -80,6 +83,7 @@ class BarReporter:
             console=out,
             speed_estimate_period=3600,  # steps of minutes have an ETA too
         )
+        self._compiling = Compiling()
         self._bar: TaskID = self._progress.add_task("train", total=max_steps, figures="")
 
     def say(self, line: str) -> None:
@@ -88,7 +92,7 @@ class BarReporter:
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Advance the bar."""
-        self._progress.update(self._bar, completed=row["step"], figures=_figures(row))
+        self._progress.update(self._bar, completed=row["step"], figures=_figures(row) + self._compiling.since(row))
 
     def __enter__(self) -> BarReporter:
         self._progress.start()
@@ -98,6 +102,21 @@ class BarReporter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._progress.stop()
+
+
+class Compiling:
+    """Says why a step took long: with JAX, a trainer compiles a program for each shape that it meets."""
+
+    def __init__(self) -> None:
+        self._total_s = 0.0
+
+    def since(self, row: Mapping[str, Any]) -> str:
+        """What was compiled since the row before; empty if that was nothing."""
+        before_s, self._total_s = self._total_s, row.get("compile_s", 0.0)
+        if self._total_s < before_s:  # a trainer that came back counts anew
+            before_s = 0.0
+        spent_s = self._total_s - before_s
+        return f"  compiling {spent_s:.1f} s" if spent_s >= 0.1 else ""
 
 
 def _figures(row: Mapping[str, Any]) -> str:

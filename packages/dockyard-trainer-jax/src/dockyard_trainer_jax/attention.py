@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from dockyard_trainer_jax.attending import attend
+from dockyard_trainer_jax.attending import Sight, attend
 from dockyard_trainer_jax.layers import Linear, RmsNorm, Stack
 from dockyard_trainer_jax.model_config import Llama3Rope, ModelConfig
 
@@ -51,16 +51,14 @@ class Packed(NamedTuple):
 
     cos_BLF: Array
     sin_BLF: Array
-    is_visible_BLL: Array
+    is_visible_BLL: Array | Sight
     """True where the second position's key is seen from the first."""
 
     @classmethod
     def of(cls, config: ModelConfig, inputs: PackedInputs, dtype: jnp.dtype) -> Packed:
         """The same for every block."""
-        length = inputs.segment_ids_BL.shape[1]
-        is_past_LL = jnp.tril(jnp.ones((length, length), bool))
-        same_BLL = inputs.segment_ids_BL[:, :, None] == inputs.segment_ids_BL[:, None, :]
-        return cls(*rotations(config, inputs.position_ids_BL, dtype), is_past_LL & same_BLL)
+        sight = Sight.of_past(inputs.segment_ids_BL)
+        return cls(*rotations(config, inputs.position_ids_BL, dtype), sight.for_width(config.head_dim))
 
     def rotated(self, x_BLHE: Array) -> Array:
         """By each position's angle."""
@@ -76,10 +74,12 @@ class Shared(NamedTuple):
 
     cos_TF: Array
     sin_TF: Array
-    is_past_LL: Array
-    is_visible_NSJ: Array
+    is_past_PLL: Array | Sight
+    is_visible_NSJ: Array | Sight
     """J = L + S: the prefix without its padding, and the suffix's own past."""
     is_prefix_NP: Array
+    length: int
+    """L."""
 
     @classmethod
     def of(cls, config: ModelConfig, inputs: SharedInputs, dtype: jnp.dtype) -> Shared:
@@ -92,16 +92,18 @@ class Shared(NamedTuple):
                 (lengths_N1 + jnp.arange(size)).reshape(-1),
             ]
         )
-        is_prefix_N1L = (jnp.arange(length) < lengths_N1)[:, None]
-        visible = [
-            jnp.broadcast_to(is_prefix_N1L, (num_rows, size, length)),
-            jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (num_rows, size, size)),
-        ]
+        past = Sight.of_past(jnp.zeros((num_prefixes, length), jnp.int32))
+        # What fills up a prefix comes after everything.
+        prefix_NL = jnp.where(jnp.arange(length) < lengths_N1, 0, size + 1)
+        own_NS = jnp.broadcast_to(jnp.arange(1, size + 1), (num_rows, size))
+        orders_NJ = jnp.concatenate([prefix_NL, own_NS], axis=1)
+        seen = Sight(own_NS, jnp.zeros_like(own_NS), orders_NJ, jnp.zeros_like(orders_NJ))
         return cls(
             *rotations(config, positions_T, dtype),
-            is_past_LL=jnp.tril(jnp.ones((length, length), bool)),
-            is_visible_NSJ=jnp.concatenate(visible, axis=-1),
+            is_past_PLL=past.for_width(config.head_dim),
+            is_visible_NSJ=seen.for_width(config.head_dim),
             is_prefix_NP=inputs.prefix_of_N[:, None] == jnp.arange(num_prefixes),
+            length=length,
         )
 
     def rotated(self, x_THE: Array) -> Array:
@@ -111,8 +113,7 @@ class Shared(NamedTuple):
     def mixed(self, queries_THE: Array, keys_TKE: Array, values_TKE: Array) -> Array:
         """[P L + N S, H, E]."""
         queries, keys, values = (self._parts(x) for x in (queries_THE, keys_TKE, values_TKE))
-        is_past_1LL = jnp.broadcast_to(self.is_past_LL, (queries[0].shape[0], *self.is_past_LL.shape))
-        prefix_PLHE = attend(queries[0], keys[0], values[0], is_past_1LL)
+        prefix_PLHE = attend(queries[0], keys[0], values[0], self.is_past_PLL)
         keys_NJKE, values_NJKE = (jnp.concatenate([self._of_rows(x), own], axis=1) for x, own in (keys, values))
         suffix_NSHE = attend(queries[1], keys_NJKE, values_NJKE, self.is_visible_NSJ)
         tail = queries_THE.shape[1:]
@@ -120,10 +121,9 @@ class Shared(NamedTuple):
 
     def _parts(self, x_THE: Array) -> tuple[Array, Array]:
         """[P, L, H, E] and [N, S, H, E]."""
-        length = self.is_past_LL.shape[0]
-        (num_rows, size, _), num_prefixes = self.is_visible_NSJ.shape, self.is_prefix_NP.shape[1]
-        edge, tail = num_prefixes * length, x_THE.shape[1:]
-        return x_THE[:edge].reshape(num_prefixes, length, *tail), x_THE[edge:].reshape(num_rows, size, *tail)
+        num_rows, num_prefixes = self.is_prefix_NP.shape
+        edge, tail = num_prefixes * self.length, x_THE.shape[1:]
+        return x_THE[:edge].reshape(num_prefixes, self.length, *tail), x_THE[edge:].reshape(num_rows, -1, *tail)
 
     def _of_rows(self, x_PLKE: Array) -> Array:
         """Each suffix's prefix, [N, L, K, E]: by a product with ones and zeros, whose gradient is one too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import jax
 
+_LOG = logging.getLogger(__name__)
 _PROGRAMS: dict[Hashable, Any] = {}
 """Of the process, as JAX's own cache is: a second policy of the same model compiles nothing."""
 
@@ -48,5 +50,11 @@ class Compiler:
 
 def keep_programs(directory: str | None) -> None:
     """Let JAX keep compiled programs in a folder, unless it has been told where, or ``directory`` is None."""
-    if directory is not None and jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(Path(directory).expanduser()))
+    if directory is None or jax.config.jax_compilation_cache_dir is not None:
+        return
+    try:
+        folder = Path(directory).expanduser()
+    except RuntimeError as error:  # a container's user may have no home
+        _LOG.warning("compiled programs are not kept in %s: %s", directory, error)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))

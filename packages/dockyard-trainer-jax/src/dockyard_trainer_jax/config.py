@@ -30,7 +30,8 @@ class JaxPolicyConfig(OptimizerConfig):
     load_reference: bool = False
     """Keep a frozen copy of the initial weights even if the loss has no KL term."""
     row_length_buckets: tuple[int, ...] | None = None
-    """Lengths that rows are padded to; longer ones, and None, are rounded up to 3 binary digits."""
+    """Lengths that packed rows are padded to; longer ones, None, and the suffixes of shared prefixes are rounded up to
+    3 binary digits."""
     compilation_cache_dir: str | None = "~/.cache/dockyard/jax"
     """Where compiled programs are kept for the next process; None = nowhere. JAX's own setting, if there is one,
     goes first."""

@@ -138,7 +138,7 @@ class PackedPlan:
             filled_BL[places_B, :used] = array_BL[:, :used]
             return filled_BL
 
-        segment_ids_BL = padded(micro_batch.sequence_ids_BL, PADDING_SEGMENT)
+        segment_ids_BL = padded(_segment_ids(micro_batch.sequence_ids_BL), PADDING_SEGMENT)
         inputs = PackedInputs(
             # The contents of padding are not to be read: they may be ids of another vocabulary.
             token_ids_BL=np.where(segment_ids_BL < 0, 0, padded(micro_batch.token_ids_BL, 0)).astype(np.int32),
@@ -169,6 +169,12 @@ class PackedPlan:
             predictors_FM[block, :count] = own
             predictors_FM[block, count:] = np.flatnonzero(is_free)[: num_slots - count]
         return predictors_FM, TokenSlots(origin_FM, np.arange(num_slots) < counts_F[:, None])
+
+
+def _segment_ids(sequence_ids_BL: np.ndarray) -> np.ndarray:
+    """The sequences counted through: ids are 64 bits wide, and two may be equal in the 32 of a device."""
+    numbers_N = np.unique(sequence_ids_BL, return_inverse=True)[1]
+    return np.where(sequence_ids_BL < 0, PADDING_SEGMENT, numbers_N.reshape(sequence_ids_BL.shape))
 
 
 class TokenSlots(NamedTuple):

@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 
 from dockyard_core.errors import ConfigError
 from dockyard_trainer_jax.model import CausalLM, ComputeOptions, abstract_causal_lm
-from dockyard_trainer_jax.model_config import ModelConfig, read_config
+from dockyard_trainer_jax.model_config import ModelConfig, check_divides, read_config
 from dockyard_trainer_jax.names import Part, named_parameters, num_stacked, parts_of, shape_of
-from dockyard_trainer_jax.sharding import check_divides, sharding_of
+from dockyard_trainer_jax.sharding import sharding_of
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

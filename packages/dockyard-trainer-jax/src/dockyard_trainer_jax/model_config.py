@@ -159,6 +159,26 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         ) from error
 
 
+def check_divides(config: ModelConfig, *, fsdp: int, tp: int) -> None:
+    """Raise ConfigError unless every dimension that the table of `sharding` deals can be dealt evenly."""
+    dealt_over_tp = ["num_attention_heads", "num_key_value_heads", "vocab_size"]
+    sizes = {name: getattr(config, name) for name in ("hidden_size", *dealt_over_tp)}
+    if config.moe is None:
+        sizes["intermediate_size"] = config.intermediate_size
+        dealt_over_tp.append("intermediate_size")
+    else:
+        sizes["moe_intermediate_size"] = config.moe.moe_intermediate_size
+        dealt_over_tp.append("moe_intermediate_size")
+    for name in dealt_over_tp:
+        _check(f"the model's {name}", sizes[name], "tensor_parallel_size", tp)
+    _check("the model's hidden_size", sizes["hidden_size"], "fsdp_size", fsdp)
+
+
+def _check(what: str, size: int, axis: str, num_devices: int) -> None:
+    if size % num_devices:
+        raise ConfigError(f"{axis} must divide {what} = {size}, got {num_devices}; lower it")
+
+
 _COPIED = tuple(name for name in ModelConfig.model_fields if name not in ("rope_theta", "llama3_rope", "moe"))
 
 

@@ -63,7 +63,7 @@ class Shapes:
     """The shapes that a policy has met."""
 
     def __init__(self, row_lengths: Sequence[int] | None = None) -> None:
-        """``row_lengths``: those that the user wants rows to be padded to, as far as they go."""
+        """``row_lengths``: those that the user wants packed rows to be padded to, as far as they go."""
         self._row_lengths = tuple(row_lengths or ())
         self.known: set[Shape] = set()
 
@@ -96,7 +96,7 @@ class Shapes:
         per_block = rounded(-(-needed.num_rows // needed.num_blocks))
         return Shape(
             num_rows=per_block * needed.num_blocks,
-            row_length=self._rounded_length(needed.row_length),
+            row_length=self._rounded_length(needed.row_length, is_packed=not needed.num_prefixes),
             num_blocks=needed.num_blocks,
             num_slots=rounded(needed.num_slots),
             num_prefixes=rounded(needed.num_prefixes),
@@ -104,5 +104,7 @@ class Shapes:
             num_distinct=rounded(needed.num_distinct),
         )
 
-    def _rounded_length(self, length: int) -> int:
-        return next((one for one in self._row_lengths if one >= length), rounded(max(length, _SHORTEST)))
+    def _rounded_length(self, length: int, *, is_packed: bool) -> int:
+        # A suffix is a part of one sequence: padded to a row that holds many, it would cost as much as all of them.
+        wanted = self._row_lengths if is_packed else ()
+        return next((one for one in wanted if one >= length), rounded(max(length, _SHORTEST)))

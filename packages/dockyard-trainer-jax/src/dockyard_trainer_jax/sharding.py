@@ -22,8 +22,6 @@ from dockyard_trainer_jax.names import num_stacked
 if TYPE_CHECKING:
     from jax import Array
 
-    from dockyard_trainer_jax.model_config import ModelConfig
-
 AXES = ("fsdp", "tp")
 
 _BY_OUTPUT = ("tp", "fsdp")
@@ -103,23 +101,3 @@ def whole_here(array: Array, sharding: jax.sharding.Sharding) -> Array:
         return _gather(NamedSharding(sharding.mesh, PartitionSpec()))(array).addressable_data(0)
     first = min(sharding.addressable_devices, key=lambda device: device.id)
     return jax.device_put(array, first)
-
-
-def check_divides(config: ModelConfig, *, fsdp: int, tp: int) -> None:
-    """Raise ConfigError unless every dimension that the table deals can be dealt evenly."""
-    dealt_over_tp = ["num_attention_heads", "num_key_value_heads", "vocab_size"]
-    sizes = {name: getattr(config, name) for name in ("hidden_size", *dealt_over_tp)}
-    if config.moe is None:
-        sizes["intermediate_size"] = config.intermediate_size
-        dealt_over_tp.append("intermediate_size")
-    else:
-        sizes["moe_intermediate_size"] = config.moe.moe_intermediate_size
-        dealt_over_tp.append("moe_intermediate_size")
-    for name in dealt_over_tp:
-        _check(f"the model's {name}", sizes[name], "tensor_parallel_size", tp)
-    _check("the model's hidden_size", sizes["hidden_size"], "fsdp_size", fsdp)
-
-
-def _check(what: str, size: int, axis: str, num_devices: int) -> None:
-    if size % num_devices:
-        raise ConfigError(f"{axis} must divide {what} = {size}, got {num_devices}; lower it")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """``model_type`` of the families whose names, ties and packing are tested."""
 
+
 def read_config_json(model_dir: Path) -> dict[str, Any]:
     """What config.json says, of a family of ``FAMILIES``.
 

@@ -91,15 +91,17 @@ class Config(Section):
 
     def _check_ranks(self) -> None:
         policy = self.policy
-        if policy.num_ranks % policy.tensor_parallel_size:
+        if self.num_trainer_devices % policy.tensor_parallel_size:
+            per_rank = self.num_trainer_devices // policy.num_ranks
+            devices = f"policy.num_ranks{' x cluster.trainer_gpus' * (per_rank > 1)} = {self.num_trainer_devices}"
             raise ValueError(
-                f"policy.tensor_parallel_size must divide policy.num_ranks = {policy.num_ranks}, got "
-                f"{policy.tensor_parallel_size}; raise policy.num_ranks to a multiple of it"
+                f"policy.tensor_parallel_size must divide {devices}, got {policy.tensor_parallel_size}; raise "
+                "policy.num_ranks to a multiple of it"
             )
-        if policy.lora_rank is not None and policy.tensor_parallel_size > 1:
+        if policy.backend == "torch" and policy.lora_rank is not None and policy.tensor_parallel_size > 1:
             raise ValueError(
                 f"policy.lora_rank needs policy.tensor_parallel_size=1, got {policy.tensor_parallel_size}; "
-                "shard over data ranks instead"
+                "shard over data ranks instead, or set policy.backend=jax"
             )
         if policy.cpu_offload and policy.num_ranks == policy.tensor_parallel_size:
             raise ValueError(
@@ -144,6 +146,12 @@ class Config(Section):
                 f"refit.probe_tokens must be < generation.max_model_len ({generation.max_model_len}), "
                 f"got {self.refit.probe_tokens}; lower it"
             )
+
+    @property
+    def num_trainer_devices(self) -> int:
+        """Of all trainer ranks: PyTorch takes one in each, JAX all GPUs that a rank has."""
+        per_rank = self.cluster.trainer_gpus or 1 if self.policy.backend == "jax" else 1
+        return self.policy.num_ranks * per_rank
 
     @property
     def max_prompt_tokens(self) -> int:

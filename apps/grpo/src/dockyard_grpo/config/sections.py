@@ -71,7 +71,7 @@ class PolicySection(Section):
     )
     num_ranks: Count = Field(1, description="Trainer ranks; weights are sharded over them.")
     tensor_parallel_size: Count = Field(
-        1, description="Trainer ranks that share each layer; the others are data-parallel. Divides policy.num_ranks."
+        1, description="Trainer ranks, with jax devices, that share each layer; divides their number."
     )
     activation_checkpointing: bool = Field(
         False, description="Compute each block again in the backward pass instead of keeping its activations."
