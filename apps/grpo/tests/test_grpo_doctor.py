@@ -110,6 +110,9 @@ def test_the_backend_that_trains_is_looked_at(
     found = findings(capsys.readouterr().out)
     assert found["jax"]["found"] == "0.10.2, on the CPU"
     assert "dockyard-trainer-jax" in found["wheels"]["found"]
+    main(["doctor", "--json", "policy.backend=jax", "policy.num_ranks=3"])
+    found = findings(capsys.readouterr().out)
+    assert (found["jax"]["status"], found["jax"]["mend"]) == ("fail", "lower it")
     monkeypatch.setattr(doctor_module.preflight, "visible_gpus", lambda: 1)
     main(["doctor", "--json", "policy.backend=jax", "cluster.trainer_gpus=1"])
     found = findings(capsys.readouterr().out)

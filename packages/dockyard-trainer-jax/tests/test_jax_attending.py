@@ -9,7 +9,7 @@ from jax.extend.core import jaxprs_in_params
 
 from dockyard_trainer_jax import attending
 from dockyard_trainer_jax.attending import Sight, attend
-from dockyard_trainer_jax.attention import PackedInputs, SharedInputs
+from dockyard_trainer_jax.attention import PackedInputs, SharedInputs, _picked
 from dockyard_trainer_jax.model import CausalLM, ComputeOptions, hidden
 from dockyard_trainer_jax.model_config import ModelConfig
 
@@ -148,3 +148,17 @@ def test_nothing_in_a_model_grows_with_the_square_of_a_long_row(given, remat, mo
     gradient = jax.grad(lambda params, given: hidden(nnx.merge(graph, params), given).sum())
     # What a position has of its own takes less than this.
     assert largest_of(gradient, params, given) < LENGTH * LENGTH // 2, "not even who sees whom"
+
+
+def test_a_prefix_that_is_not_finite_is_that_of_its_own_suffixes_only() -> None:
+    rng = np.random.default_rng(3)
+    prefixes, pulls = (jnp.asarray(rng.normal(size=(size, 4, 2, 3)).astype(np.float32)) for size in (3, 5))
+    prefix_of = np.array([2, 0, 1, 2, 2])
+    is_prefix = jnp.asarray(prefix_of[:, None] == np.arange(3))
+    picked = _picked(prefixes.at[1].set(np.nan), is_prefix)
+    np.testing.assert_array_equal(np.isnan(picked).any((1, 2, 3)), prefix_of == 1)
+    ours, theirs = (
+        jax.grad(lambda x, pick=pick: (pick(x) * pulls).sum())(prefixes)
+        for pick in (lambda x: _picked(x, is_prefix), lambda x: x[prefix_of])
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)

@@ -17,7 +17,6 @@ sys.path.append(str(Path(__file__).parents[3] / "tests"))
 from checkpoint_material import MOMENTS, OPTIONS, WIDE, assert_equal, counters_of, make_shard, state_of
 from rank_processes import rank_main, run_ranks
 
-from dockyard_core.optimizer_config import LoraConfig
 from dockyard_trainer_torch import TorchPolicy, TorchPolicyConfig
 from dockyard_trainer_torch.names import parts_of
 from dockyard_trainer_torch.ranks import whole
@@ -88,23 +87,6 @@ def test_from_torch_to_jax_to_torch(tiny_model, tmp_path, family, is_tied) -> No
     assert {float(state["step"]) for state in again.optimizer.state.values()} == {4.0}
     assert step(again, 6) == pytest.approx(step(ours, 6), abs=1e-5)
     assert_equal(torch_state(again), state_of(ours), atol=1e-5)
-
-
-@pytest.mark.ci
-def test_adapters_go_from_torch_to_jax_to_torch(tiny_model, tmp_path) -> None:
-    model_dir, lora = tiny_model("qwen2", **WIDE), LoraConfig(rank=2, alpha=4)
-    theirs, ours = make_torch(model_dir, lora=lora), make_jax(model_dir, lora=lora)
-    for seed in range(2):
-        step(theirs, seed)
-    theirs.save(tmp_path / "of torch")
-    ours.restore(tmp_path / "of torch")
-    assert_equal(state_of(ours), torch_state(theirs))
-    assert step(ours, 5) == pytest.approx(step(theirs, 5), abs=1e-5)
-    ours.save(tmp_path / "of jax")
-    again = make_torch(model_dir, lora=lora)
-    again.restore(tmp_path / "of jax")
-    assert_equal(torch_state(again), state_of(ours))
-    assert_equal(torch_state(again), torch_state(theirs), atol=1e-5)
 
 
 # What the ranks of torch do. A kind is (model, tensor_parallel_size).

@@ -265,7 +265,9 @@ EXAMPLES = pytest.mark.parametrize(
 )
 
 
-@EXAMPLES
+@pytest.mark.parametrize(
+    "max_examples", [pytest.param(40, marks=pytest.mark.ci), pytest.param(200, marks=pytest.mark.nightly)]
+)
 def test_in_float64_value_gradients_and_metrics_are_the_oracles(max_examples: int) -> None:
     @settings(LAWS, max_examples=max_examples)
     @given(configs(), batches)

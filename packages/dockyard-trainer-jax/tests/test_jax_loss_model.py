@@ -46,9 +46,8 @@ LOSSES = {
     "supervised": {"variant": "reinforce", "correction": "none"},
 }
 TIED, UNTIED = ("qwen2", True), ("llama", False)
-# One is left in the default tier: it has a ratio to given logprobs, a sequence's ratio, a correction and a KL.
 CASES = [
-    pytest.param(model, name, marks=() if (model, name) == (TIED, "gspo with kl") else pytest.mark.ci)
+    (model, name)
     for model, names in ((TIED, LOSSES), (UNTIED, ("default", "clip to the sampler", "kl and entropy")))
     for name in names
 ]
@@ -184,6 +183,8 @@ def named(metrics: StepMetrics) -> dict[str, float]:
     return {field.name: getattr(metrics, field.name) for field in dataclasses.fields(metrics)} | dict(metrics.extra)
 
 
+# In the default tier the loss is the oracle's, the model Hugging Face's, and the step torch's, each by itself.
+@pytest.mark.ci
 @pytest.mark.parametrize(("model_kind", "name"), CASES, ids=str)
 def test_every_parameter_gets_the_gradient_of_torch_and_of_the_oracle(
     tiny_model, gradients_of, model_kind, name

@@ -184,6 +184,9 @@ def _devices(answer: Answer) -> Iterator[Finding]:
 def _jax(config: Config, answer: Answer) -> Finding:
     if isinstance(answer, str):
         return _not_imported("jax", answer, _SYNC)
+    checked = _judge("jax", preflight.check_trainer, config)
+    if checked.status == "fail":
+        return checked
     jax_version, gpus = answer
     if not gpus and preflight.visible_gpus() and config.cluster.trainer_gpus != 0:
         mend = "install jax[cuda13] or jax[cuda12] beside it, or set cluster.trainer_gpus=0"

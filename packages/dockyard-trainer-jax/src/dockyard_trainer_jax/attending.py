@@ -69,7 +69,8 @@ def attend(queries_RSHE: Array, keys_RJKE: Array, values_RJKE: Array, is_visible
     num_rows, size, num_heads, width = queries_RSHE.shape
     num_asked, num_groups = keys_RJKE.shape[1:3]
     queries_RSKGE = queries_RSHE.reshape(num_rows, size, num_groups, num_heads // num_groups, width)
-    queries_RSKGE = queries_RSKGE * (1.0 / math.sqrt(width))
+    # In float32, where bfloat16 would round the factor of every score alike.
+    queries_RSKGE = (queries_RSKGE.astype(jnp.float32) / math.sqrt(width)).astype(queries_RSHE.dtype)
     if not _is_long(num_asked, width):
         mixed_RSKGE = _short(queries_RSKGE, keys_RJKE, values_RJKE, is_visible_RSJ)
     else:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
 
 from dockyard_trainer_jax.attending import Sight, attend
-from dockyard_trainer_jax.layers import Linear, RmsNorm, Stack
+from dockyard_trainer_jax.layers import Linear, RmsNorm, Stack, contract
 from dockyard_trainer_jax.model_config import Llama3Rope, ModelConfig
 
 PADDING_SEGMENT = -1
@@ -126,8 +127,26 @@ class Shared(NamedTuple):
         return x_THE[:edge].reshape(num_prefixes, self.length, *tail), x_THE[edge:].reshape(num_rows, -1, *tail)
 
     def _of_rows(self, x_PLKE: Array) -> Array:
-        """Each suffix's prefix, [N, L, K, E]: by a product with ones and zeros, whose gradient is one too."""
-        return jnp.einsum("np,plke->nlke", self.is_prefix_NP.astype(x_PLKE.dtype), x_PLKE)
+        """Each suffix's prefix, [N, L, K, E]."""
+        return _picked(x_PLKE, self.is_prefix_NP)
+
+
+@jax.custom_vjp
+def _picked(x_P: Array, is_picked_NP: Array) -> Array:
+    """One of P for each of N. Not by a product with ones and zeros: what is not finite in one would get into all."""
+    return x_P[is_picked_NP.argmax(axis=1)]
+
+
+def _picked_forward(x_P: Array, is_picked_NP: Array) -> tuple[Array, Array]:
+    return _picked(x_P, is_picked_NP), is_picked_NP
+
+
+def _picked_backward(is_picked_NP: Array, pull_N: Array) -> tuple[Array, None]:
+    """A product: adding up row by row is slower, and on a GPU in no fixed order."""
+    return contract("np,n...->p...", is_picked_NP.astype(pull_N.dtype), pull_N), None
+
+
+_picked.defvjp(_picked_forward, _picked_backward)
 
 
 def rotations(config: ModelConfig, position_ids: Array, dtype: jnp.dtype) -> tuple[Array, Array]:

@@ -22,7 +22,7 @@ from dockyard_trainer_jax.layers import KEPT, Embedding, Linear, Mlp, RmsNorm, S
 from dockyard_trainer_jax.model_config import ModelConfig
 from dockyard_trainer_jax.moe import SparseMlp
 
-_KEEP_PRODUCTS = jax.checkpoint_policies.save_only_these_names(KEPT)
+_KEEP = jax.checkpoint_policies.save_only_these_names(KEPT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +113,9 @@ def _through_layers(layers: Block, x_BLD: Array, inputs: Packed | Shared, option
         return _by_rows(block(x_BLD, inputs, options.mesh), options.mesh), None
 
     # Without a policy the scan would write everything a block computes, which costs more time than it saves: the
-    # products with weights are kept, and what is cheap (norms, rotations, attention's softmax) is computed again.
+    # products and attention's probabilities are kept, and what is cheap (norms, rotations, activations) computed again.
     # Inside a scan nothing can be merged with the forward pass, which is what prevent_cse guards against.
-    policy = None if options.remat else _KEEP_PRODUCTS
+    policy = None if options.remat else _KEEP
     body = jax.checkpoint(one_layer, prevent_cse=False, policy=policy)
     return jax.lax.scan(body, x_BLD, stacked)[0]
 
