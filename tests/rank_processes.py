@@ -12,6 +12,8 @@ from pathlib import Path
 
 def run_ranks(script: str, world_size: int, directory: Path, *args: str, timeout_s: float = 240.0) -> None:
     """Run ``script RANK WORLD_SIZE DIRECTORY ARGS...`` for every rank, and wait for all of them."""
+    # Ranks of an earlier run are in it, and would be waited for.
+    _store_path(directory, world_size).unlink(missing_ok=True)
     ranks = [
         subprocess.Popen(
             [sys.executable, script, str(rank), str(world_size), str(directory), *args],
@@ -32,6 +34,10 @@ def run_ranks(script: str, world_size: int, directory: Path, *args: str, timeout
             process.wait()
 
 
+def _store_path(directory: Path, world_size: int) -> Path:
+    return directory / f"store-{world_size}"
+
+
 def rank_main(work: Callable[[int, int, Path, Sequence[str]], None]) -> None:
     """What a script that `run_ranks` starts does under ``__main__``: meet, work, leave."""
     import torch
@@ -39,7 +45,7 @@ def rank_main(work: Callable[[int, int, Path, Sequence[str]], None]) -> None:
 
     rank, world_size, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    store = distributed.FileStore(str(directory / f"store-{world_size}"), world_size)
+    store = distributed.FileStore(str(_store_path(directory, world_size)), world_size)
     distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
     )

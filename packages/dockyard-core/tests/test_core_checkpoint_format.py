@@ -56,6 +56,19 @@ def test_another_format_is_refused(tmp_path, found) -> None:
         read_meta(write_meta(tmp_path, format=found))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("version", None), ("num_updates", "8"), ("world_size", [2]), ("frozen", []), ("config", None)],
+)
+def test_a_value_of_another_kind_is_refused_before_anything_is_read(tmp_path, name, value) -> None:
+    with pytest.raises(UserError, match=rf"got .*trainer\.json' with {name} = .*; restore another save"):
+        read_meta(write_meta(tmp_path, **{name: value}))
+    with pytest.raises(UserError, match=r"without 'version'; restore another save"):
+        read_meta(write_meta(tmp_path, version=...))
+    with pytest.raises(UserError, match=r"without 'version'; restore another save"):
+        read_meta(write_meta(tmp_path, format=1, version=...))
+
+
 def index(*regions: Region) -> BlockIndex:
     blocks = BlockIndex()
     for number, region in enumerate(regions):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dockyard_core import directories
 from dockyard_core.directories import (
     WrittenFile,
     disk_error,
@@ -45,6 +46,53 @@ def test_a_writer_that_is_killed_leaves_what_was_there_and_the_next_one_succeeds
     assert contents(tmp_path) == {"policy/other": "newest"}
 
 
+def write_text(text: str):
+    return lambda aside: (aside / "model").write_text(text)
+
+
+def test_there_is_no_moment_without_the_old_or_the_new_one(tmp_path, monkeypatch) -> None:
+    directory, move, seen = tmp_path / "policy", directories._exchange, []
+
+    def exchanged(one: Path, other: Path) -> bool:
+        seen.append(contents(directory))
+        is_moved = move(one, other)
+        seen.append(contents(directory))
+        return is_moved
+
+    write_aside(directory, write_text("old"))
+    monkeypatch.setattr(directories, "_exchange", exchanged)
+    write_aside(directory, write_text("new"))
+    if sys.platform == "linux":
+        assert seen == [{"model": "old"}, {"model": "new"}]
+    assert contents(tmp_path) == {"policy/model": "new"}
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+def test_one_that_was_killed_between_two_renames_is_made_good_by_the_next(tmp_path, monkeypatch) -> None:
+    directory, rename = tmp_path / "policy", Path.rename
+    monkeypatch.setattr(directories, "_exchange", lambda one, other: False)  # as on many network disks
+
+    def killed(path: Path, target: Path) -> None:
+        if path.name.endswith(".partial"):
+            raise KeyboardInterrupt
+        rename(path, target)
+
+    def refuse(_: Path) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    write_aside(directory, write_text("old"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write_aside(directory, write_text("new"))
+    assert not directory.exists()
+    with pytest.raises(OSError, match="full"):
+        write_aside(directory, refuse)
+    assert contents(tmp_path) == {"policy/model": "old"}
+    write_aside(directory, write_text("new"))
+    assert contents(tmp_path) == {"policy/model": "new"}
+
+
 def test_a_writer_that_raises_leaves_nothing_of_its_own(tmp_path) -> None:
     def write(aside: Path) -> None:
         (aside / "model").write_text("new")
@@ -57,6 +105,25 @@ def test_a_writer_that_raises_leaves_nothing_of_its_own(tmp_path) -> None:
     with pytest.raises(OSError, match="full"):
         write_file(tmp_path / "policy" / "model", lambda path: write(path.parent))
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["model", "policy"]
+
+
+def test_what_a_link_names_is_replaced_again_and_again_and_the_link_stays(tmp_path) -> None:
+    (tmp_path / "large disk").mkdir()
+    link = tmp_path / "policy"
+    link.symlink_to(tmp_path / "large disk" / "policy")  # of which there is nothing yet
+    for number in range(3):
+        write_aside(link, lambda aside, text=str(number): (aside / "model").write_text(text))
+        write_aside_together(link, lambda aside, text=str(number): (aside / "model").write_text(text), TwoRanks(0))
+        assert link.is_symlink()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["large disk", "policy"]
+        assert contents(tmp_path / "large disk") == {"policy/model": str(number)}
+
+
+def test_a_file_is_not_taken_for_a_directory(tmp_path) -> None:
+    (tmp_path / "policy").write_text("mine")
+    with pytest.raises(NotADirectoryError, match="give another path"):
+        write_aside(tmp_path / "policy", write_text("new"))
+    assert contents(tmp_path) == {"policy": "mine"}
 
 
 class TwoRanks:

@@ -103,6 +103,7 @@ def written(tiny_model, tmp_path_factory) -> tuple[Path, list[dict], float]:
         step(alone, seed)
     alone.save(directory / "one")
     save_orbax(alone, directory / "orbax of one")
+    export_hf(alone, directory / "exported")  # whose one file others would load instead of two
     save_file(state_of(alone), directory / "one.safetensors")
     loss = step(alone, 5)
     save_file(state_of(alone), directory / "wanted.safetensors")

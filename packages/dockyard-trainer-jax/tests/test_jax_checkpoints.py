@@ -208,6 +208,11 @@ def come_from_the_future(copy: Path, _: Path) -> None:
     (copy / "trainer.json").write_text(json.dumps(meta | {"format": 4}))
 
 
+def be_a_folder(copy: Path, _: Path) -> None:
+    (copy / "model-00002-of-00002.safetensors").unlink()
+    (copy / "model-00002-of-00002.safetensors").mkdir()
+
+
 def lose_a_block(copy: Path, _: Path) -> None:
     path = copy / "model-00001-of-00002.safetensors"
     with safe_open(path, "np") as file:
@@ -226,6 +231,7 @@ def lose_a_block(copy: Path, _: Path) -> None:
         (cut_a_file, "whole safetensors, got .*optimizer-00002-of-00002.*copy it again"),
         (shorten_the_meta, "without 'frozen'; restore another"),
         (come_from_the_future, "must be at most 3, got 4; restore it with its own release"),
+        (be_a_folder, "whole safetensors, got .*model-00002-of-00002.*copy it again"),
         (lose_a_block, "every element once, got 1 tensors.*embed_tokens.*restore another save"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -243,6 +249,21 @@ def test_a_set_of_another_model_is_refused(stepped, tiny_model) -> None:
     _, sets = stepped
     for other in (tiny_model("llama", **WIDE), tiny_model("qwen3", is_tied=False, **WIDE)):
         assert_refused(make(other), sets / "two", "policy's tensors, got .*restore it with the model")
+
+
+def test_fused_experts_of_an_earlier_format_are_refused_with_the_way_out(tiny_model, tmp_path) -> None:
+    policy = make(tiny_model("qwen3_moe", is_tied=False, **WIDE))
+    policy.save(tmp_path / "policy")
+    for kind in ("model", "optimizer"):
+        held = load_file(tmp_path / "policy" / f"{kind}.safetensors")
+        experts = {name for name in held if ".experts." in name}
+        fused = {f"{name.partition('.experts.')[0]}.experts.down_proj": held[name] for name in experts}
+        save = {} if kind == "model" else {"save": json.loads((tmp_path / "policy/trainer.json").read_text())["save"]}
+        kept = {name: array for name, array in held.items() if name not in experts}
+        save_file(kept | fused, tmp_path / "policy" / f"{kind}.safetensors", save)
+    meta = json.loads((tmp_path / "policy" / "trainer.json").read_text())
+    (tmp_path / "policy" / "trainer.json").write_text(json.dumps(meta | {"format": 2}))
+    assert_refused(policy, tmp_path / "policy", r"one by one, got .*experts.down_proj' of format 2.*PyTorch trainer")
 
 
 def assert_refused(policy: JaxPolicy, directory: Path, message: str) -> None:

@@ -1,4 +1,4 @@
-"""AdamW against torch, the schedule, clipping, skipped steps, and moments that move between processes."""
+"""AdamW against torch, the schedule, clipping, skipped steps, and moments that are handed over."""
 
 import jax
 import jax.numpy as jnp
@@ -7,16 +7,9 @@ import pytest
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dockyard_core.checkpoint_format import MOMENTS
 from dockyard_core.optimizer_config import learning_rate_at
-from dockyard_trainer_jax.optim import (
-    MOMENTS,
-    AdamState,
-    apply_gradients,
-    export_moments,
-    import_moments,
-    init_state,
-    state_shardings,
-)
+from dockyard_trainer_jax.optim import AdamState, apply_gradients, dotted_name, init_state, state_shardings
 from dockyard_trainer_torch import TorchPolicyConfig
 
 SHAPES = {"model.embed.weight": (40, 8), "model.norm.weight": (8,), "lm_head.weight": (40, 8), "adapter.weight": (8, 4)}
@@ -40,6 +33,20 @@ step = jax.jit(apply_gradients, static_argnames="config", donate_argnames=("para
 def placed(arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     # On a device that was asked for, as a policy's parameters are: it is part of what a function is compiled for.
     return {name: jax.device_put(array.copy(), jax.devices()[0]) for name, array in arrays.items()}
+
+
+def moments_of(state: AdamState) -> dict[str, np.ndarray]:
+    """Copies under the names of a checkpoint."""
+    return {f"{kind}.{name}": np.array(array) for kind in MOMENTS for name, array in getattr(state, kind).items()}
+
+
+def state_of(params: dict[str, jax.Array], moments: dict[str, np.ndarray], count: int) -> AdamState:
+    """The state whose `moments_of` these are, beside its parameters."""
+    trees = (
+        {name: jax.device_put(moments[f"{kind}.{name}"].copy(), param.sharding) for name, param in params.items()}
+        for kind in MOMENTS
+    )
+    return AdamState(jax.device_put(np.asarray(count, np.int32), state_shardings(params).count), *trees)
 
 
 class Torch:
@@ -107,7 +114,7 @@ def test_twenty_steps_are_those_of_torch(betas, eps, max_grad_norm) -> None:
         assert not report.is_skipped
         for name, param in theirs.params.items():
             assert distance(params[name], param.detach()) < 1e-6, (version, name)
-    moments = export_moments(state)
+    moments = moments_of(state)
     for name, moment in theirs.moments().items():
         assert distance(moments[name], moment) < 1e-6, name
     assert int(state.count) == 20
@@ -187,14 +194,14 @@ def test_a_run_handed_over_from_torch_and_back_takes_the_same_next_steps() -> No
     for number in range(5):
         there.step(make_grads(number), 1e-2)
     params = placed({name: param.detach().numpy() for name, param in there.params.items()})
-    state = import_moments(params, there.moments(), 5)
+    state = state_of(params, there.moments(), 5)
     for number in (5, 6):
         params, state, _ = step(params, placed(make_grads(number)), state, config, learning_rate=1e-2, loss=0.0)
         there.step(make_grads(number), 1e-2)
-    arrays = export_moments(state)
+    arrays = moments_of(state)
     for name, param in back.params.items():
         param.data = torch.from_numpy(np.array(params[name]))
-        moments = {kind: torch.from_numpy(np.array(arrays[f"{kind}.{name}"])) for kind in MOMENTS}
+        moments = {kind: torch.from_numpy(arrays[f"{kind}.{name}"]) for kind in MOMENTS}
         back.optimizer.state[param] = {"step": torch.tensor(float(state.count)), **moments}
     for one in (there, back):
         one.step(make_grads(7), 1e-2)
@@ -202,42 +209,13 @@ def test_a_run_handed_over_from_torch_and_back_takes_the_same_next_steps() -> No
         assert distance(back.params[name].detach(), param.detach()) < 1e-6, name
 
 
-def test_names_are_dotted_paths_and_export_and_import_are_inverse() -> None:
-    params = {"model": {"layers": {0: {"weight": jnp.ones((2, 3))}, 1: {"weight": jnp.ones((2, 3))}}}}
-    state = init_state(params)
-    exported = {name: np.full((2, 3), number, np.float32) for number, name in enumerate(export_moments(state))}
-    assert list(exported) == [f"{m}.model.layers.{i}.weight" for m in ("exp_avg", "exp_avg_sq") for i in (0, 1)]
-    again = import_moments(params, exported, 7)
-    assert int(again.count) == 7
-    jax.tree.map(np.testing.assert_array_equal, export_moments(again), exported)
-    assert jax.tree.structure(again) == jax.tree.structure(state)
-
-
-def test_imported_moments_are_copies_that_a_step_may_overwrite() -> None:
-    params = placed(make_params())
-    # Memory of torch is aligned so that JAX would take it over as it is; half of the moments are JAX's own.
-    moments = export_moments(init_state(params))
-    moments |= {name: torch.ones(array.shape).numpy() for name, array in moments.items() if "exp_avg_sq" in name}
-    before = {name: np.array(array) for name, array in moments.items()}
-    state = import_moments(params, moments, 1)
-    jax.block_until_ready(step(params, placed(make_grads(0)), state, TorchPolicyConfig(), learning_rate=1e-2, loss=0.0))
-    for name, array in moments.items():
-        np.testing.assert_array_equal(array, before[name])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"exp_avg.extra": np.zeros(2)}, r"got \['exp_avg.extra'\] and not \[\]"),
-        ({"exp_avg.model.norm.weight": None}, r"got \[\] and not \['exp_avg.model.norm.weight'\]"),
-        ({"exp_avg.model.norm.weight": np.zeros(9)}, r"must have its parameter's shape \(8,\), got \(9,\)"),
-    ],
-)
-def test_moments_of_another_model_are_refused(change, message) -> None:
-    params = placed(make_params())
-    moments = {key: array for key, array in (export_moments(init_state(params)) | change).items() if array is not None}
-    with pytest.raises(ValueError, match=message):
-        import_moments(params, moments, 0)
+def test_names_are_dotted_paths() -> None:
+    tree = {
+        "model": {"layers": {0: {"weight": jnp.ones(1)}, 1: {"weight": jnp.ones(1)}}},
+        "lm_head.weight": jnp.ones(1),
+    }
+    names = [dotted_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    assert names == ["lm_head.weight", "model.layers.0.weight", "model.layers.1.weight"]
 
 
 SPECS = {"matrix": PartitionSpec("fsdp", "tp"), "rows": PartitionSpec("tp"), "norm": PartitionSpec()}
@@ -259,8 +237,7 @@ def three_steps(place) -> tuple[dict[str, jax.Array], AdamState, object]:
     )
     for grads in arrays[1:3]:
         params, state, report = step(params, place(grads), state, 1e-2)
-    whole = {n: np.array(m) for n, m in export_moments(state).items()}
-    state = import_moments(params, whole, int(state.count))
+    state = state_of(params, moments_of(state), int(state.count))
     params, state, report = step(params, place(arrays[3]), state, 1e-2)
     assert step._cache_size() == 1
     return params, state, report

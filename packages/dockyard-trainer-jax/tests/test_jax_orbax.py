@@ -132,6 +132,11 @@ def cut_an_array(copy: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def change_the_index(copy: Path) -> None:
+    path = copy / "state" / "manifest.ocdbt"
+    path.write_bytes(bytes(255 - byte for byte in path.read_bytes()))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -142,6 +147,7 @@ def cut_an_array(copy: Path) -> None:
         (lose_the_state, "every file as it was written, got .*copy it again"),
         (lose_the_arrays, "every file as it was written, got .*copy it again"),
         (lose_an_array, "every file as it was written, got .*copy it again"),
+        (change_the_index, "every byte as it was written, got .*copy it again"),
         (cut_an_array, "every file as it was written, got .*copy it again"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -122,6 +122,11 @@ def shorten_the_meta(copy: Path, _: Path) -> None:
     (copy / "trainer.json").write_text('{"format": 2}')
 
 
+def be_a_folder(copy: Path, _: Path) -> None:
+    (copy / "model-00002-of-00002.safetensors").unlink()
+    (copy / "model-00002-of-00002.safetensors").mkdir()
+
+
 def lose_a_block(copy: Path, _: Path) -> None:
     path = copy / "model-00001-of-00002.safetensors"
     with safe_open(path, "pt") as file:
@@ -142,6 +147,7 @@ def lose_a_block(copy: Path, _: Path) -> None:
         (cut_a_file, "whole safetensors, got .*optimizer-00002-of-00002.*copy it again"),
         (cut_the_meta, "trainer.json must be as save wrote it, got .*copy it again"),
         (shorten_the_meta, "without 'frozen'; restore another"),
+        (be_a_folder, "whole safetensors, got .*model-00002-of-00002.*copy it again"),
         (lose_a_block, "every element once, got 1 tensors.*embed_tokens.*restore another save"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

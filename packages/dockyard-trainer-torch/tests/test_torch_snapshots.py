@@ -81,6 +81,25 @@ def test_a_float32_export_takes_no_second_place_on_the_disk(tiny_model, tmp_path
     AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
 
 
+def test_an_export_over_another_leaves_nothing_of_it_and_no_checkpoint_changed(tiny_model, tmp_path) -> None:
+    policy = make(tiny_model())
+    snapshot = policy.snapshot()
+    snapshot.write(tmp_path / "policy")
+    snapshot.export(tmp_path / "hf")  # a link to the checkpoint's file
+    saved = (tmp_path / "policy" / "model.safetensors").read_bytes()
+    # As two ranks would have left it: an index, which is read before a file without one.
+    held = load_file(tmp_path / "hf" / "model.safetensors")
+    save_file(held, tmp_path / "hf" / "model-00001-of-00001.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(held, "model-00001-of-00001.safetensors")}
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+    step(policy, 1)
+    export_hf(policy, tmp_path / "hf")
+    assert (tmp_path / "policy" / "model.safetensors").read_bytes() == saved
+    found = TorchPolicy.from_pretrained(tmp_path / "hf", TorchPolicyConfig())
+    for name, param in found.causal_lm.named_parameters():
+        assert torch.equal(param, policy.causal_lm.get_parameter(name)), name
+
+
 def test_a_bfloat16_export_is_a_file_of_its_own(tiny_model, tmp_path) -> None:
     policy = make(tiny_model(), "bfloat16")
     export_hf(policy, tmp_path / "wanted")

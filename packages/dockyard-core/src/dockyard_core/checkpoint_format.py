@@ -34,7 +34,11 @@ OFFSETS_KEY = "DCP_SHARDING_INFO"
 """Header entry of torch.distributed.checkpoint: ``{name: {"saved_offsets": [...]}}``."""
 
 _KINDS = ("model", "optimizer")
-_META_KEYS = {*COUNTERS, "world_size", "save", "frozen"}
+_META_KINDS: Mapping[str, type] = {
+    **dict.fromkeys((*COUNTERS, "world_size"), int),
+    "save": object,
+    "frozen": dict,
+}
 _RANDOM = ("rng", "cuda_rng")
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -83,13 +87,20 @@ def read_meta(directory: Path) -> dict[str, Any]:
     if found not in range(1, FORMAT + 1):
         raise UserError(f"checkpoint format must be at most {FORMAT}, got {found!r}; restore it with its own release")
     if found == 1:  # one rank wrote it, one update made a version, everything was trained
-        meta = dict(meta) | {"num_updates": meta["version"], "world_size": 1, "save": None, "frozen": {}}
-    missing = _META_KEYS - meta.keys()
+        meta = dict(meta) | {"num_updates": meta.get("version"), "world_size": 1, "save": None, "frozen": {}}
+    missing = _META_KINDS.keys() - meta.keys()
     if missing:
         raise UserError(
             f"trainer.json must be as save wrote it, got {str(path)!r} without {min(missing)!r}; restore another save"
         )
-    return dict(meta)
+    meta = {"config": {}, **meta}
+    wrong = [name for name, kind in {**_META_KINDS, "config": dict}.items() if not isinstance(meta[name], kind)]
+    if wrong:
+        raise UserError(
+            f"trainer.json must be as save wrote it, got {str(path)!r} with {wrong[0]} = {meta[wrong[0]]!r}; restore "
+            "another save"
+        )
+    return meta
 
 
 def check_one_save(headers: Mapping[Path, Mapping[str, str]], meta: Mapping[str, Any], directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import re
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 Write = Callable[[Path], None]
 """Writes one file, or fills one folder, at the path it is given."""
@@ -33,8 +36,10 @@ class Ranks(Protocol):
 def write_aside(directory: Path, write: Write) -> None:
     """Let ``write`` fill a folder beside ``directory``, fsync it and rename it into place.
 
-    When anything of it raises, the folder is removed and ``directory`` is as it was.
+    What a link names is replaced, and the link stays. When anything of it raises, the folder is removed and
+    ``directory`` is as it was.
     """
+    directory = directory.resolve()
     aside = open_aside(directory)
     try:
         write(aside)
@@ -48,6 +53,7 @@ def write_aside_together(directory: Path, write: Write, ranks: Ranks) -> None:
 
     Raises OSError on every rank when the disk of any does not take its part; ``directory`` is then as it was.
     """
+    directory = directory.resolve()
     is_first, aside = ranks.rank == 0, partial_path(directory)
     elsewhere = OSError(errno.EIO, "another rank could not write its part; see that rank's error", str(directory))
     try:
@@ -66,7 +72,13 @@ def write_aside_together(directory: Path, write: Write, ranks: Ranks) -> None:
 
 def open_aside(directory: Path) -> Path:
     """An empty folder beside ``directory``, to be filled for `put_in_place`."""
-    aside = partial_path(directory)
+    if directory.exists() and not directory.is_dir():
+        raise NotADirectoryError(
+            errno.ENOTDIR, "a file is not replaced by a directory; give another path", str(directory)
+        )
+    aside, replaced = partial_path(directory), _replaced_path(directory)
+    if replaced.exists() and not directory.exists():  # a writer was killed between its two renames
+        replaced.rename(directory)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     return aside
@@ -78,10 +90,15 @@ def partial_path(path: Path) -> Path:
 
 
 def put_in_place(aside: Path, directory: Path) -> None:
-    """Fsync and rename; a rename onto a full directory is refused by the system, so the old one steps aside."""
+    """Fsync, and put ``aside`` in the place of ``directory``: in one move where the system can, else in two."""
     for path in (*aside.rglob("*"), aside):
         _fsync(path)
-    replaced = directory.with_name(f".{directory.name}.replaced")
+    if directory.exists() and _exchange(aside, directory):
+        _fsync(directory.parent)
+        shutil.rmtree(aside, ignore_errors=True)  # the old one by now
+        return
+    # A rename onto a full directory is refused, so the old one steps aside; `open_aside` knows where it is.
+    replaced = _replaced_path(directory)
     shutil.rmtree(replaced, ignore_errors=True)
     if directory.exists():
         directory.rename(replaced)
@@ -91,8 +108,20 @@ def put_in_place(aside: Path, directory: Path) -> None:
         if replaced.exists():
             replaced.rename(directory)
         raise
-    shutil.rmtree(replaced, ignore_errors=True)
     _fsync(directory.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _replaced_path(directory: Path) -> Path:
+    return directory.with_name(f".{directory.name}.replaced")
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names, so that there is no moment without either; False where the system or the disk cannot."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None  # Linux has it
+    if renameat2 is None:
+        return False
+    return bool(renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
 
 
 def write_file(path: Path, write: Write) -> None:

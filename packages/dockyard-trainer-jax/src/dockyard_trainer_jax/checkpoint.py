@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,10 +51,22 @@ def restore(policy: JaxPolicy, directory: Path) -> dict[str, Any]:
             files = stack.enter_context(ShardFiles(tensor_files(directory, meta["world_size"])))
             check_one_save(files.metadata, meta, directory)
             check_adapters(policy, meta, directory)
+            _check_experts_apart([*files.blocks.shapes, *meta["frozen"]], meta, directory)
             wanted, frozen = whole_shapes(policy.params), whole_shapes(policy.frozen)
             check_same_tensors(wanted, frozen, files.blocks, meta, directory)
-        load_blocks(policy, files, int(meta["num_updates"]))
+        with policy.ranks.together(elsewhere):  # or the others would wait for one whose disk fails now
+            load_blocks(policy, files, int(meta["num_updates"]))
     return meta
+
+
+def _check_experts_apart(names: Iterable[str], meta: Mapping[str, Any], directory: Path) -> None:
+    """Raise UserError for a mixture of experts of an earlier format, which the PyTorch trainer still reads."""
+    fused = [name for name in names if ".experts." in name and name.endswith("_proj")]
+    if fused:
+        raise UserError(
+            f"experts must be saved one by one, got {fused[0]!r} of format {meta['format']} in {str(directory)!r}; "
+            "restore it with the PyTorch trainer, and save it again"
+        )
 
 
 def check_adapters(policy: JaxPolicy, meta: dict[str, Any], directory: Path) -> None:

@@ -6,14 +6,13 @@ they are the files of one sharded Hugging Face checkpoint.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dockyard_core.directories import write_aside
+from dockyard_core.directories import write_aside_together
 from dockyard_core.model_files import DealtFiles, deal_files
 from dockyard_trainer_jax.disk import save_tensors
 from dockyard_trainer_jax.weights import hf_tensors, weight_manifest, write_hf
@@ -46,20 +45,16 @@ def copy_exported(policy: JaxPolicy) -> ExportedWeights:
 def export_hf(policy: JaxPolicy, directory: Path) -> None:
     """Write config, safetensors and the source's tokenizer files: what AutoModelForCausalLM and engines load.
 
-    Weights are in ``config.dtype``, adapters merged. Collective; each process writes a file of its own. Raises
-    OSError on every process when the disk of any does not take its part; one process leaves ``directory`` as it was.
+    Weights are in ``config.dtype``, adapters merged. Collective; each process writes a file of its own. An existing
+    directory is replaced whole: files of another number of processes would be loaded instead of these. Raises OSError
+    on every process when the disk of any does not take its part; ``directory`` is then as it was.
     """
     exported, dtype, ranks = copy_exported(policy), policy.config.dtype, policy.ranks
-    if ranks.world_size == 1:
-        write_aside(
-            directory,
-            lambda aside: write_hf(policy.source, aside, lambda path: save_tensors(exported.tensors, path), dtype),
-        )
-        return
-    elsewhere = OSError(errno.EIO, "another rank could not write its part; see that rank's error", str(directory))
-    with ranks.together(elsewhere):
-        directory.mkdir(parents=True, exist_ok=True)
+
+    def write(aside: Path) -> None:
         if exported.file is not None:
-            save_tensors(exported.tensors, directory / exported.file)
+            save_tensors(exported.tensors, aside / exported.file)
         if ranks.rank == 0:
-            write_hf(policy.source, directory, lambda path: exported.dealt.write_index(path.parent), dtype)
+            write_hf(policy.source, aside, lambda path: exported.dealt.write_index(path.parent), dtype)
+
+    write_aside_together(directory, write, ranks)

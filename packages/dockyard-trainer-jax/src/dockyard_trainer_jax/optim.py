@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
@@ -21,8 +19,6 @@ from dockyard_core.optimizer_config import OptimizerConfig
 Tree = Any
 """A pytree of arrays, such as the trained parameters."""
 KeyPath = tuple[Any, ...]
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamState(NamedTuple):
@@ -138,47 +134,3 @@ def dotted_name(path: KeyPath) -> str:
     """``model.layers.0.mlp.up_proj.weight`` of a key path; NNX's own last step, ``value``, is left out."""
     keys = [key for key in path if not (isinstance(key, jax.tree_util.GetAttrKey) and key.name == "value")]
     return str(jax.tree_util.keystr(tuple(keys), simple=True, separator="."))
-
-
-def export_moments(state: AdamState, *, name_of: Callable[[KeyPath], str] = dotted_name) -> dict[str, Array]:
-    """``<moment>.<parameter>`` to its array, as in a checkpoint; ``state.count`` is the number of updates."""
-    return {
-        f"{moment}.{name_of(path)}": array
-        for moment in MOMENTS
-        for path, array in jax.tree_util.tree_leaves_with_path(getattr(state, moment))
-    }
-
-
-def import_moments(
-    params: Tree,
-    moments: Mapping[str, np.ndarray | Array],
-    count: int,
-    *,
-    name_of: Callable[[KeyPath], str] = dotted_name,
-) -> AdamState:
-    """The state whose `export_moments` these are, on the devices that hold the parameters.
-
-    Arrays are copied: a compiled step may give the memory of its state to its results, and must not give away that
-    of the caller.
-    """
-    paths, structure = jax.tree_util.tree_flatten_with_path(params)
-    names = {f"{moment}.{name_of(path)}" for moment in MOMENTS for path, _ in paths}
-    if names != moments.keys():
-        missing, unknown = sorted(names - moments.keys()), sorted(moments.keys() - names)
-        raise ValueError(
-            f"moments must be those of the trained parameters, got {unknown[:3]} and not {missing[:3]}; "
-            "restore into the model, and the adapters, that were saved"
-        )
-
-    def placed(name: str, param: Array) -> Array:
-        moment = moments[name]
-        if moment.shape != param.shape:
-            raise ValueError(f"{name} must have its parameter's shape {param.shape}, got {moment.shape}; do not pad it")
-        # `may_alias` does not hold for memory of numpy, but there astype has made a copy.
-        return jax.device_put(moment.astype(jnp.float32), param.sharding, may_alias=False)
-
-    exp_avg, exp_avg_sq = (
-        structure.unflatten([placed(f"{moment}.{name_of(path)}", param) for path, param in paths]) for moment in MOMENTS
-    )
-    updates = jax.device_put(np.asarray(count, np.int32), state_shardings(params).count)
-    return AdamState(updates, exp_avg, exp_avg_sq)

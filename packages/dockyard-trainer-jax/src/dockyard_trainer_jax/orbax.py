@@ -69,12 +69,24 @@ def restore_orbax(policy: JaxPolicy, directory: Path) -> None:
         lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), _tree(policy)
     )
     arguments = ocp.args.PyTreeRestore(places, restore_args=ocp.checkpoint_utils.construct_restore_args(places))
-    with _checkpointer() as checkpointer:
-        tree: dict[str, Params] = checkpointer.restore(directory / _STATE, args=arguments)
+    with policy.ranks.together(elsewhere):
+        tree = _restored(directory, arguments)
     count = counted(int(meta["num_updates"]), policy.state.count.sharding)
     policy.params = tree["params"]
     policy.state = AdamState(count, *(tree[moment] for moment in MOMENTS))
     policy.resume(meta)
+
+
+def _restored(directory: Path, arguments: ocp.args.PyTreeRestore) -> dict[str, Params]:
+    try:
+        with _checkpointer() as checkpointer:
+            tree: dict[str, Params] = checkpointer.restore(directory / _STATE, args=arguments)
+    except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:  # what Orbax and its storage raise for bad bytes
+        raise UserError(
+            f"an Orbax checkpoint must have every byte as it was written, got {str(directory)!r} "
+            f"({str(error).splitlines()[0]}); copy it again, or restore another save"
+        ) from error
+    return tree
 
 
 def _checkpointer() -> ocp.Checkpointer:

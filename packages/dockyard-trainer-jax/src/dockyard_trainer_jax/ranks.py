@@ -96,8 +96,7 @@ class Ranks:
     """
 
     def __init__(self, config: JaxPolicyConfig) -> None:
-        self._number = next(_NUMBERS)
-        self._exchange = Exchange(f"policy-{self._number}")
+        self._exchange = Exchange(f"policy-{next(_NUMBERS)}")
         self.rank = self._exchange.rank
         self.world_size = self._exchange.world_size
         """Processes."""
@@ -123,10 +122,6 @@ class Ranks:
     def batch_sharding(self) -> Sharding:
         """Where the rows of a batch lie."""
         return sharding_of("", None) if self.mesh is None else batch_sharding(self.mesh)
-
-    def apart(self, name: str) -> Exchange:
-        """Rounds of their own, for another thread; each name once, on every process."""
-        return Exchange(f"policy-{self._number}/{name}")
 
     def gather(self, value: Any) -> list[Any]:
         """What every process gives, in the order of ranks (collective); see `Exchange.gather`."""

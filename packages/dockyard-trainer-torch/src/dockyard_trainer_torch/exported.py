@@ -6,7 +6,6 @@ written, they are the files of one sharded Hugging Face checkpoint.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from dockyard_core.directories import write_aside_together
 from dockyard_core.model_files import DealtFiles, deal_files
 from dockyard_trainer_torch.disk import save_tensors
 from dockyard_trainer_torch.weights import ModelSource, hf_tensors, weight_manifest, write_hf
@@ -47,14 +47,16 @@ def copy_exported(policy: TorchPolicy) -> ExportedWeights:
 def export_hf(policy: TorchPolicy, directory: Path) -> None:
     """Write config, safetensors and the source's tokenizer files: what AutoModelForCausalLM and engines load.
 
-    Weights are in ``config.dtype``, adapters merged. Collective; each rank writes a file of its own. Raises
-    OSError on every rank when the disk of any does not take its part.
+    Weights are in ``config.dtype``, adapters merged. Collective; each rank writes a file of its own. An existing
+    directory is replaced whole: files of another number of ranks would be loaded instead of these. Raises OSError on
+    every rank when the disk of any does not take its part; ``directory`` is then as it was.
     """
     exported, dtype = copy_exported(policy), getattr(torch, policy.config.dtype)
-    elsewhere = OSError(errno.EIO, "another rank could not write its part; see that rank's error", str(directory))
-    with policy.ranks.together(elsewhere):
-        directory.mkdir(parents=True, exist_ok=True)
+
+    def write(aside: Path) -> None:
         if exported.file is not None:
-            save_tensors(exported.tensors, directory / exported.file)
+            save_tensors(exported.tensors, aside / exported.file)
         if policy.ranks.rank == 0:
-            write_hf(ModelSource.of(policy), directory, lambda path: exported.dealt.write_index(path.parent), dtype)
+            write_hf(ModelSource.of(policy), aside, lambda path: exported.dealt.write_index(path.parent), dtype)
+
+    write_aside_together(directory, write, policy.ranks)

@@ -77,7 +77,7 @@ class ShardFiles:
 
     A context manager: files stay open inside. Opening reads the headers.
 
-    Raises UserError for a file that is missing, cut short, or no file of shards.
+    Raises UserError for a file that is missing, cannot be read, is cut short, or is no file of shards.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -124,7 +124,7 @@ class ShardFiles:
                 f"a checkpoint is restored from the files of every rank that wrote it, got no {path.name!r} in "
                 f"{str(path.parent)!r}; copy the whole directory, or restore another save"
             ) from error
-        except SafetensorError as error:
+        except (OSError, SafetensorError) as error:
             raise UserError(
                 f"a checkpoint's files must be whole safetensors, got {str(path)!r} ({error}); copy it again, or "
                 "restore another save"
