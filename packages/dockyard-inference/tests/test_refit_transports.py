@@ -181,7 +181,12 @@ def test_the_next_sender_removes_what_a_dead_one_left_and_nothing_of_a_live_one(
 @pytest.mark.parametrize(
     ("transport", "target", "message"),
     [
-        ("filesystem", "dockyard_inference.refit.filesystem._header", "bucket 0 cannot be written"),
+        pytest.param(
+            "filesystem",
+            "dockyard_inference.refit.filesystem._header",
+            "bucket 0 cannot be written",
+            marks=pytest.mark.ci,
+        ),
         ("shared_memory", "dockyard_inference.refit.shared_memory.HostRing.create", "no shared memory for two buckets"),
     ],
 )

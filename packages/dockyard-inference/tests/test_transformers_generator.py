@@ -37,18 +37,13 @@ class TestTiedQwen2(GeneratorContract):
         super().test_fifty_refits_under_load_lose_no_request_mix_no_versions_and_keep_no_memory(harness)
 
 
+@pytest.mark.ci
 class TestUntiedQwen3(GeneratorContract):
     @pytest.fixture(scope="class")
     @classmethod
     def harness(cls, serve: Serve, make_model: Callable[..., Path]) -> Iterator[GeneratorHarness]:
         model = make_model("qwen3", is_tied=False, intermediate_size=1024)
         yield from serve(_generator(model), model)
-
-    @pytest.mark.ci
-    def test_fifty_refits_under_load_lose_no_request_mix_no_versions_and_keep_no_memory(
-        self, harness: GeneratorHarness
-    ) -> None:
-        super().test_fifty_refits_under_load_lose_no_request_mix_no_versions_and_keep_no_memory(harness)
 
 
 @pytest.mark.ci

@@ -83,6 +83,7 @@ def test_files_of_a_run_count_as_its_disk_and_not_as_its_memory(limited: Any, pr
     assert reply["status"] == "resolved", reply
 
 
+@pytest.mark.ci
 def test_a_cpu_quota_slows_a_run(limited: Any, project: Any, body: Any) -> None:
     burning = "import time\n\nend = time.process_time() + 0.4\nwhile time.process_time() < end:\n    pass\n"
     task = {**body(project.task(), project.patch({"calc/ops.py": f"{burning}\n\n{FIX}"})), "limits": {"cpus": 0.2}}

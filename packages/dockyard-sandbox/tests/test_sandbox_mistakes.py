@@ -188,6 +188,7 @@ def test_missing_parents_of_a_root_are_made_and_of_a_refused_one_are_not(tmp_pat
     assert everything(tmp_path) == {"a", "a/b", "a/b/c"}
 
 
+@pytest.mark.ci
 def test_a_root_has_one_server_and_may_be_used_beside_it(project: Any, body: Any, tmp_path: Path) -> None:
     root = tmp_path / "root"
     handle = start_server(root, workers=1)

@@ -137,6 +137,7 @@ def change_the_index(copy: Path) -> None:
     path.write_bytes(bytes(255 - byte for byte in path.read_bytes()))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax's own threads
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
