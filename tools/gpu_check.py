@@ -66,12 +66,8 @@ CHECKS = {
     ),
     "trainer-memory": _trainer("memory and time of logprobs against all logits at once", module="gpu_trainer_speed"),
     "trainer-speed": _trainer("tokens/s, MFU and peak memory of a 0.5B shape", module="gpu_trainer_speed"),
-    "jax-contract": _trainer(
-        "PolicyContract on CUDA, in float32 and in bfloat16", module="gpu_trainer_jax", limit_s=900
-    ),
-    "jax-mesh": _trainer(
-        "a mesh of two GPUs, fsdp or tensor parallel, against one", num_gpus=2, module="gpu_trainer_jax"
-    ),
+    "jax-contract": _trainer("PolicyContract in float32 and in bfloat16", module="gpu_trainer_jax", limit_s=900),
+    "jax-mesh": _trainer("two GPUs, fsdp or tensor parallel, against one", num_gpus=2, module="gpu_trainer_jax"),
     "jax-speed": _trainer("tokens/s, MFU, compile time of a 0.5B shape", module="gpu_trainer_jax_speed", limit_s=900),
     "vllm-float32": Check("vLLM on CUDA in float32: start, refit, greedy tokens of transformers", package="vllm"),
     "vllm-bfloat16": Check("vLLM on CUDA in bfloat16: start, refit, logprobs of transformers", package="vllm"),

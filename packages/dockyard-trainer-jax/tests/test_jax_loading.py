@@ -93,9 +93,9 @@ def test_a_device_reads_its_block_of_a_tensor_once_and_no_more(tiny_model, monke
     read = []
     original = loading.WeightFiles.read
 
-    def recording(files, name, box):
-        block = original(files, name, box)
-        read.append((name, tuple((one.start, one.stop) for one in box), block.size))
+    def recording(files, name, region):
+        block = original(files, name, region)
+        read.append((name, region, block.size))
         return block
 
     monkeypatch.setattr(loading.WeightFiles, "read", recording)
@@ -105,7 +105,7 @@ def test_a_device_reads_its_block_of_a_tensor_once_and_no_more(tiny_model, monke
         sizes = [size for entry, _, size in read if entry == name]
         sharing = 1 if "norm" in name else 2 if name.endswith("bias") else 8
         assert set(sizes) == {value.size // sharing}, name
-        assert len({box for entry, box, _ in read if entry == name}) == sharing <= len(sizes) <= 8, name
+        assert len({region for entry, region, _ in read if entry == name}) == sharing <= len(sizes) <= 8, name
 
 
 def test_a_tied_copy_and_old_frequencies_in_the_file_are_no_difference(tiny_model, tmp_path):
@@ -142,7 +142,7 @@ def test_an_untied_model_needs_its_output_embedding(tiny_model, tmp_path):
         )
 
 
-@pytest.mark.parametrize("damage", ["none", "cut", "index", "shard", "promise"])
+@pytest.mark.parametrize("damage", ["none", "cut", "index", "no index", "shard", "promise"])
 def test_unreadable_files_are_refused(tiny_model, tmp_path, damage):
     directory = rewritten(tiny_model("llama"), tmp_path, lambda tensors: None)
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
@@ -153,8 +153,13 @@ def test_unreadable_files_are_refused(tiny_model, tmp_path, damage):
         single.write_bytes(single.read_bytes()[:-8])
     elif damage == "index":
         index.write_text("{}")
+    elif damage == "no index":
+        index.write_text('{"weight_map": []}')
     else:
         file = "absent.safetensors" if damage == "shard" else single.name
         index.write_text(json.dumps({"weight_map": dict.fromkeys([*names, "promised"], file)}))
-    with pytest.raises(ConfigError, match=r"policy.model has no readable \*.safetensors, got .*; save it with"):
+    with pytest.raises(
+        ConfigError,
+        match=r"policy.model has no readable \*.safetensors, got .*; complete the download, or save it with",
+    ):
         load_causal_lm(directory)

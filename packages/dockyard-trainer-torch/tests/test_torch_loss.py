@@ -4,29 +4,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from loss_material import CONFIGS, GSPO
 
 from dockyard_core.loss import policy_loss as oracle
 from dockyard_core.loss_config import LossConfig
 from dockyard_trainer_torch.loss import TokenBatch, policy_loss
-
-GSPO = {"variant": "gspo", "clip_low": 0.05, "clip_high": 0.08}
-CONFIGS = [
-    {},
-    {"correction": "none"},
-    {"correction": "is"},
-    {"correction": "icepop", "correction_low": 0.8, "correction_high": 1.2},
-    {"correction": "seq_mask", "seq_low": 0.9, "seq_high": 1.1},
-    {"proximal": "bypass", "clip_low": 0.1, "clip_high": 0.28},
-    {"proximal": "given", "clip_low": 0.1, "clip_high": 0.28},
-    {"proximal": "given", "dual_clip": 1.2, "aggregation": "sequence"},
-    {"proximal": "given", "variant": "cispo", "cispo_max": 1.2},
-    {"proximal": "given", "variant": "reinforce", "aggregation": "dr_grpo", "max_tokens": 7},
-    {"proximal": "given", **GSPO},
-    GSPO | {"correction": "seq_mask", "seq_low": 0.9, "seq_high": 1.1, "dual_clip": 1.01, "proximal": "given"},
-    *[{"kl_coef": 0.2, "kl_estimator": k, "kl_max": m} for k in ("k2", "k3") for m in (None, 0.1)],
-    *[{"kl_coef": 0.2, "kl_estimator": k, "kl_gradient": "score", "proximal": "given"} for k in ("k1", "k3")],
-    {"entropy_coef": 0.05, "kl_coef": 0.1, "aggregation": "sequence"},
-]
 
 
 def make_arrays(seed: int, *, spread: float = 0.3) -> dict[str, np.ndarray]:

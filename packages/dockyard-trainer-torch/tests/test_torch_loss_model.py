@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from loss_material import LOSSES
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dockyard_core.batch import BatchShard, TrainSequence, pack_batch
@@ -17,21 +18,6 @@ from dockyard_core.loss import policy_loss as oracle
 from dockyard_core.loss_config import LossConfig
 from dockyard_core.policy import StepMetrics
 from dockyard_trainer_torch import TorchPolicy, TorchPolicyConfig
-
-GSPO = {"variant": "gspo", "clip_low": 0.05, "clip_high": 0.05}
-LOSSES = {
-    "default": {},
-    "clip to the sampler": {"proximal": "bypass", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 1.3},
-    "clip to given logprobs": {"proximal": "given", "correction": "icepop", "aggregation": "sequence"},
-    "sequence mean": {"aggregation": "sequence", "correction": "is"},
-    "kl and entropy": {"kl_coef": 0.3, "entropy_coef": 0.05, "aggregation": "dr_grpo", "max_tokens": 12},
-    "kl alone": {"kl_coef": 0.3, "kl_gradient": "score", "correction": "none", "variant": "reinforce"},
-    "bounded k2": {"kl_coef": 0.3, "kl_estimator": "k2", "kl_max": 0.05, "correction": "seq_mask", "seq_high": 1.1},
-    "cispo": {"variant": "cispo", "proximal": "bypass", "cispo_max": 1.1},
-    "gspo": GSPO | {"proximal": "bypass"},
-    "gspo with kl": GSPO | {"proximal": "given", "kl_coef": 0.1, "kl_estimator": "k1", "kl_gradient": "score"},
-    "supervised": {"variant": "reinforce", "correction": "none"},
-}
 
 
 @dataclasses.dataclass

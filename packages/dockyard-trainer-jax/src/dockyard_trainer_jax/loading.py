@@ -3,82 +3,26 @@
 from __future__ import annotations
 
 import itertools
-import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError, safe_open
 
 from dockyard_core.errors import ConfigError
+from dockyard_core.regions import Region
+from dockyard_core.tensor_files import WeightFiles, weight_files
 from dockyard_trainer_jax.model import CausalLM, ComputeOptions, abstract_causal_lm
 from dockyard_trainer_jax.model_config import ModelConfig, check_divides, read_config
 from dockyard_trainer_jax.names import Part, named_parameters, num_stacked, parts_of, shape_of
 from dockyard_trainer_jax.sharding import sharding_of
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _NUM_SAMPLES = 256
 _SAMPLE_BYTES = 4096
 
 Shapes = Mapping[str, tuple[int, ...]]
-Box = tuple[slice, ...]
-
-
-class WeightFiles:
-    """The tensors of a Hugging Face directory, by name; a file is mapped when its first tensor is read."""
-
-    def __init__(self, file_of: Mapping[str, Path], stack: ExitStack) -> None:
-        self.names = frozenset(file_of)
-        self._file_of = file_of
-        self._stack = stack
-        self._open: dict[Path, Any] = {}
-
-    def read(self, name: str, box: Box) -> np.ndarray:
-        """A block of a tensor, in the dtype of the file."""
-        block: np.ndarray = self._slice(name)[box or ...]
-        return block
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without reading it."""
-        return tuple(self._slice(name).get_shape())
-
-    def dtype(self, name: str) -> str:
-        """Dtype of a tensor as safetensors writes it, without reading it."""
-        return str(self._slice(name).get_dtype())
-
-    def _slice(self, name: str) -> Any:
-        path = self._file_of[name]
-        if path not in self._open:
-            self._open[path] = self._stack.enter_context(_opened(path))
-        try:
-            return self._open[path].get_slice(name)
-        except SafetensorError as error:  # the index promises a tensor that its file lacks
-            raise _unreadable(path, error) from error
-
-
-@contextmanager
-def weight_files(model_dir: Path) -> Iterator[WeightFiles]:
-    """Open a directory with model.safetensors, or with shards and their index.
-
-    Raises ConfigError when there are none, or one is missing or damaged.
-    """
-    if (model_dir / _INDEX).is_file():
-        try:
-            listed: Mapping[str, str] = json.loads((model_dir / _INDEX).read_text())["weight_map"]
-        except (OSError, ValueError, KeyError) as error:
-            raise _unreadable(model_dir / _INDEX, error) from error
-        file_of = {name: model_dir / file for name, file in listed.items()}
-    else:
-        with _opened(model_dir / _SINGLE) as file:
-            file_of = dict.fromkeys(file.keys(), model_dir / _SINGLE)
-    with ExitStack() as stack:
-        yield WeightFiles(file_of, stack)
 
 
 def sampled_checksum(model_dir: Path) -> int:
@@ -91,19 +35,6 @@ def sampled_checksum(model_dir: Path) -> int:
                 file.seek(path.stat().st_size * number // _NUM_SAMPLES)
                 total = zlib.crc32(file.read(_SAMPLE_BYTES), total)
     return total
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return safe_open(path, "np")
-    except (OSError, SafetensorError) as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"policy.model has no readable *.safetensors, got {str(path)!r} ({error}); save it with save_pretrained"
-    )
 
 
 def load_causal_lm(model_dir: Path, options: ComputeOptions | None = None) -> CausalLM:
@@ -128,7 +59,7 @@ def load_weights(model: CausalLM, model_dir: Path) -> None:
     state = nnx.state(model, nnx.Param)
     params = named_parameters(state)
     shapes = {name: tuple(param.shape) for name, param in params.items()}
-    with weight_files(model_dir) as files:
+    with weight_files(model_dir, "np") as files:
         _check_same(shapes, files, model.config, model_dir)
         for name, param in params.items():
             param.set_value(load_array(name, shapes[name], sharding_of(name, mesh), files.read))
@@ -136,7 +67,7 @@ def load_weights(model: CausalLM, model_dir: Path) -> None:
 
 
 def load_array(
-    name: str, shape: tuple[int, ...], sharding: jax.sharding.Sharding, read: Callable[[str, Box], np.ndarray]
+    name: str, shape: tuple[int, ...], sharding: jax.sharding.Sharding, read: Callable[[str, Region], np.ndarray]
 ) -> jax.Array:
     """A parameter, or what lies as it does, in float32; each device's part is read by itself.
 
@@ -151,7 +82,7 @@ def load_array(
 
     # Devices with copies of one block get one each: an array of JAX may share memory with numpy's, and a step takes
     # that of its parameters.
-    def block(index: Box | None) -> np.ndarray:
+    def block(index: tuple[slice, ...] | None) -> np.ndarray:
         ranges = tuple(one.indices(size) for one, size in zip(index or (), shape, strict=True))
         return _read_block(ranges, num_leading, part_at, read)
 
@@ -162,14 +93,14 @@ def _read_block(
     ranges: tuple[tuple[int, int, int], ...],
     num_leading: int,
     part_at: Mapping[tuple[int, ...], Part],
-    read: Callable[[str, Box], np.ndarray],
+    read: Callable[[str, Region], np.ndarray],
 ) -> np.ndarray:
     leading, trailing = ranges[:num_leading], ranges[num_leading:]
-    box = tuple(slice(start, stop) for start, stop, _ in trailing)
+    region = Region(tuple(start for start, _, _ in trailing), tuple(stop - start for start, stop, _ in trailing))
     values = np.empty([stop - start for start, stop, _ in ranges], np.float32)
     for indices in itertools.product(*(range(start, stop) for start, stop, _ in leading)):
         target = tuple(number - start for number, (start, _, _) in zip(indices, leading, strict=True))
-        values[target] = read(part_at[indices].name, box)
+        values[target] = read(part_at[indices].name, region)
     return values
 
 

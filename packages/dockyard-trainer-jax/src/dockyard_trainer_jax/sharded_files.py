@@ -5,18 +5,16 @@ Their layout is that of ``dockyard_core.checkpoint_format``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jax import Array
-from safetensors import SafetensorError, safe_open
 
-from dockyard_core.checkpoint_format import saved_regions, with_offsets
-from dockyard_core.errors import UserError
-from dockyard_core.regions import BlockIndex, Region
+from dockyard_core import tensor_files
+from dockyard_core.checkpoint_format import with_offsets
+from dockyard_core.regions import Region
 from dockyard_trainer_jax.disk import save_tensors
 from dockyard_trainer_jax.names import Part
 
@@ -60,55 +58,13 @@ def save_shards(shards: Mapping[str, TensorShard], path: Path, metadata: Mapping
     save_tensors({name: shard.array for name, shard in shards.items()}, path, header)
 
 
-class ShardFiles:
-    """Reads any block of any tensor from the files of all ranks, and of them the bytes it needs only.
+class ShardFiles(tensor_files.ShardFiles):
+    """Files of all ranks as arrays of numpy."""
 
-    A context manager: files stay open inside. Opening reads the headers.
-
-    Raises UserError for a file that is missing, cannot be read, is cut short, or is no file of shards.
-    """
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self.metadata: dict[Path, Mapping[str, str]] = {}
-        self.blocks = BlockIndex()
-        self._files: dict[Path, Any] = {}
-        self._open = ExitStack()
-        with ExitStack() as opening:
-            opening.callback(self._open.close)
-            for path in paths:
-                self._index(path)
-            opening.pop_all()
-
-    def __enter__(self) -> ShardFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-        self._files.clear()
+    framework = "np"
 
     def read(self, name: str, region: Region) -> np.ndarray:
         """The block of a tensor, in float32; the tensor must be complete."""
         block = np.empty(region.shape, np.float32)
-        for path, piece, target in self.blocks.pieces(name, region):
-            block[target] = self._files[path].get_slice(name)[piece]
+        self.fill(block, name, region)
         return block
-
-    def _index(self, path: Path) -> None:
-        try:
-            file = self._open.enter_context(safe_open(path, "np"))
-        except FileNotFoundError as error:
-            raise UserError(
-                f"a checkpoint is restored from the files of every rank that wrote it, got no {path.name!r} in "
-                f"{str(path.parent)!r}; copy the whole directory, or restore another save"
-            ) from error
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"a checkpoint's files must be whole safetensors, got {str(path)!r} ({error}); copy it again, or "
-                "restore another save"
-            ) from error
-        metadata = file.metadata() or {}
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no dictionary
-        for name, region in saved_regions(shapes, metadata).items():
-            self.blocks.add(path, name, region)
-        self.metadata[path] = metadata
-        self._files[path] = file

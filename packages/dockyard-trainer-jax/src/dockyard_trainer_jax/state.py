@@ -21,7 +21,6 @@ from dockyard_trainer_jax.sharded_files import DeviceBlock, ShardFiles, TensorSh
 from dockyard_trainer_jax.weights import ordered_places
 
 if TYPE_CHECKING:
-    from dockyard_trainer_jax.loading import Box
     from dockyard_trainer_jax.policy import JaxPolicy
     from dockyard_trainer_jax.step import Params
 
@@ -88,8 +87,7 @@ def load_blocks(policy: JaxPolicy, files: ShardFiles, num_updates: int) -> None:
         held = policy.params if not kind else getattr(policy.state, kind)
         prefix = f"{kind}." if kind else ""
 
-        def read(name: str, box: Box, prefix: str = prefix) -> np.ndarray:
-            region = Region(tuple(one.start for one in box), tuple(one.stop - one.start for one in box))
+        def read(name: str, region: Region, prefix: str = prefix) -> np.ndarray:
             return files.read(prefix + name, region)
 
         for name, array in held.items():

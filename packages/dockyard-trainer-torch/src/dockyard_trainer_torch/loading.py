@@ -2,91 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dockyard_core.errors import ConfigError
-from dockyard_core.regions import Region
+from dockyard_core.tensor_files import WeightFiles, weight_files
 from dockyard_trainer_torch.lora import is_adapter
 from dockyard_trainer_torch.names import Part, parts_of, shape_of
 from dockyard_trainer_torch.ranks import local
 from dockyard_trainer_torch.sharded_files import region_of
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-
-
-class WeightFiles:
-    """The tensors of a Hugging Face directory, by name; a file is mapped when its first tensor is read."""
-
-    def __init__(self, file_of: Mapping[str, Path], stack: ExitStack) -> None:
-        self.names = frozenset(file_of)
-        self._file_of = file_of
-        self._stack = stack
-        self._open: dict[Path, Any] = {}
-
-    def read(self, name: str, region: Region | None = None) -> Tensor:
-        """A tensor, or a block of it."""
-        box = ... if region is None else tuple(map(slice, region.offset, region.stop))
-        tensor: Tensor = self._slice(name)[box]
-        return tensor
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without reading it."""
-        return tuple(self._slice(name).get_shape())
-
-    def _slice(self, name: str) -> Any:
-        from safetensors import SafetensorError
-
-        path = self._file_of[name]
-        if path not in self._open:
-            self._open[path] = self._stack.enter_context(_opened(path))
-        try:
-            return self._open[path].get_slice(name)
-        except SafetensorError as error:  # the index names a tensor that the file lacks
-            raise _unreadable(path, error) from error
-
-
-@contextmanager
-def weight_files(model_dir: Path) -> Iterator[WeightFiles]:
-    """Open a directory with model.safetensors, or with shards and their index.
-
-    Raises ConfigError when there are none, or one is missing or damaged.
-    """
-    if (model_dir / _INDEX).is_file():
-        try:
-            listed: Mapping[str, str] = json.loads((model_dir / _INDEX).read_text())["weight_map"]
-            file_of = {name: model_dir / file for name, file in listed.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _unreadable(model_dir / _INDEX, error) from error
-    else:
-        with _opened(model_dir / _SINGLE) as file:
-            file_of = dict.fromkeys(file.keys(), model_dir / _SINGLE)
-    with ExitStack() as stack:
-        yield WeightFiles(file_of, stack)
-
-
-def _opened(path: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(path, "pt")
-    except (OSError, SafetensorError) as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> ConfigError:
-    found = "no such file" if isinstance(error, FileNotFoundError) else error
-    return ConfigError(
-        f"policy.model has no readable *.safetensors, got {str(path)!r} ({found}); "
-        "complete the download, or save it with save_pretrained"
-    )
 
 
 def materialise(model: nn.Module, device: str) -> None:
@@ -108,7 +35,7 @@ def load_weights(model: nn.Module, model_dir: Path) -> None:
     Raises ConfigError when the files hold other names or shapes than the model.
     """
     params = {name: param for name, param in model.named_parameters() if not is_adapter(name)}
-    with weight_files(model_dir) as files:
+    with weight_files(model_dir, "pt") as files:
         _check_same(params, files, model, model_dir)
         for name, param in params.items():
             _load_one(name, param, files)

@@ -5,17 +5,16 @@ Their layout is that of ``dockyard_core.checkpoint_format``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dockyard_core.checkpoint_format import saved_regions, with_offsets
-from dockyard_core.errors import UserError
-from dockyard_core.regions import BlockIndex, Region
+from dockyard_core import tensor_files
+from dockyard_core.checkpoint_format import with_offsets
+from dockyard_core.regions import Region
 from dockyard_trainer_torch.disk import save_tensors
 
 if TYPE_CHECKING:
@@ -72,37 +71,15 @@ def save_shards(shards: Mapping[str, TensorShard], path: Path, metadata: Mapping
     save_tensors({name: shard.tensor for name, shard in shards.items()}, path, header)
 
 
-class ShardFiles:
-    """Reads any block of any tensor from the files of all ranks, and of them the bytes it needs only.
+class ShardFiles(tensor_files.ShardFiles):
+    """Files of all ranks as torch's tensors."""
 
-    A context manager: files stay open inside. Opening reads the headers.
-
-    Raises UserError for a file that is missing, cannot be read, is cut short, or is no file of shards.
-    """
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self.metadata: dict[Path, Mapping[str, str]] = {}
-        self.blocks = BlockIndex()
-        self._files: dict[Path, Any] = {}
-        self._open = ExitStack()
-        with ExitStack() as opening:
-            opening.callback(self._open.close)
-            for path in paths:
-                self._index(path)
-            opening.pop_all()
-
-    def __enter__(self) -> ShardFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-        self._files.clear()
+    framework = "pt"
 
     def read(self, name: str, region: Region) -> Tensor:
         """The block of a tensor, in float32; the tensor must be complete."""
         block = torch.empty(region.shape, dtype=torch.float32)
-        for path, piece, target in self.blocks.pieces(name, region):
-            block[target] = self._files[path].get_slice(name)[piece]
+        self.fill(block, name, region)
         return block
 
     def read_as_written(self, name: str) -> Tensor | None:
@@ -113,25 +90,3 @@ class ShardFiles:
         (path,) = paths
         tensor: Tensor = self._files[path].get_tensor(name)
         return tensor
-
-    def _index(self, path: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            file = self._open.enter_context(safe_open(path, "pt"))
-        except FileNotFoundError as error:
-            raise UserError(
-                f"a checkpoint is restored from the files of every rank that wrote it, got no {path.name!r} in "
-                f"{str(path.parent)!r}; copy the whole directory, or restore another save"
-            ) from error
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"a checkpoint's files must be whole safetensors, got {str(path)!r} ({error}); copy it again, or "
-                "restore another save"
-            ) from error
-        metadata = file.metadata() or {}
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no dictionary
-        for name, region in saved_regions(shapes, metadata).items():
-            self.blocks.add(path, name, region)
-        self.metadata[path] = metadata
-        self._files[path] = file
